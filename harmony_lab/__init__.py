@@ -1,0 +1,90 @@
+"""Plan and run the training of models that are larger than the GPUs at hand.
+
+The public names load on first use, so ``import harmony_lab`` is cheap: no torch, no plotly, no widgets.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cost": "costs",
+    "DecomposeError": "errors",
+    "DeviceMemoryError": "errors",
+    "HarmonyError": "errors",
+    "Lab": "lab",
+    "LayerSequence": "layers",
+    "Machine": "machine",
+    "Mode": "plan",
+    "OutOfRangeError": "errors",
+    "Pack": "plan",
+    "Plan": "plan",
+    "PlanDoesNotFitError": "errors",
+    "PlanError": "errors",
+    "Profile": "costs",
+    "Program": "program",
+    "ProgramError": "errors",
+    "SearchResult": "planner.search",
+    "Trace": "trace",
+    "Trainer": "trainer",
+    "TrainingError": "errors",
+    "check": "planner.check",
+    "decompose": "profiler.decompose",
+    "lower": "planner.lower",
+    "profile": "profiler.measure",
+    "reproducible_randomness": "profiler.randomness",
+    "search": "planner.search",
+    "simulate": "trainer",
+}
+
+__all__ = [*sorted(_HOMES), "load_ipython_extension", "unload_ipython_extension"]
+
+if TYPE_CHECKING:
+    from harmony_lab.costs import Cost, Profile
+    from harmony_lab.errors import (
+        DecomposeError,
+        DeviceMemoryError,
+        HarmonyError,
+        OutOfRangeError,
+        PlanDoesNotFitError,
+        PlanError,
+        ProgramError,
+        TrainingError,
+    )
+    from harmony_lab.lab import Lab
+    from harmony_lab.layers import LayerSequence
+    from harmony_lab.machine import Machine
+    from harmony_lab.plan import Mode, Pack, Plan
+    from harmony_lab.planner.check import check
+    from harmony_lab.planner.lower import lower
+    from harmony_lab.planner.search import SearchResult, search
+    from harmony_lab.profiler.decompose import decompose
+    from harmony_lab.profiler.measure import profile
+    from harmony_lab.profiler.randomness import reproducible_randomness
+    from harmony_lab.program import Program
+    from harmony_lab.trace import Trace
+    from harmony_lab.trainer import Trainer, simulate
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'harmony_lab' has no attribute {name!r}")
+    value = getattr(import_module(f"harmony_lab.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """``%load_ext harmony_lab``: register the magics and show a Lab as its dashboard."""
+    import_module("harmony_lab.notebook.magics").load(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """``%unload_ext harmony_lab``: take the magics away again; running Labs are closed."""
+    import_module("harmony_lab.notebook.magics").unload(ipython)

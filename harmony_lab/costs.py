@@ -1,0 +1,332 @@
+"""Profile: what each layer costs, in seconds and bytes, as a function of the microbatch size."""
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from harmony_lab.errors import OutOfRangeError
+from harmony_lab.layers import TensorSpec
+from harmony_lab.machine import check_schema
+from harmony_lab.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["Cost", "LayerCost", "Profile", "SharedParameter"]
+
+SCHEMA_VERSION = 1
+
+
+class Cost(NamedTuple):
+    """What one run of one layer on one microbatch costs.
+
+    Seconds are compute only.  Bytes are peaks *above* the layer's parameters, buffers, gradients and inputs, which the
+    planner counts itself; each covers the allocations made while the layer runs, outputs and gradients of inputs
+    included.
+
+    ``forward_s``           forward without gradient
+    ``recompute_s``         forward with gradient (what saves activations)
+    ``backward_s``          backward alone
+    ``forward_peak_bytes``  peak of forward without gradient
+    ``saved_bytes``         what forward with gradient leaves alive for backward, outputs included
+    ``recompute_peak_bytes``  peak of forward with gradient
+    ``backward_peak_bytes``   peak of backward, ``saved_bytes`` and the outputs' gradients included
+    """
+
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+    forward_peak_bytes: float
+    saved_bytes: float
+    recompute_peak_bytes: float
+    backward_peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """One layer.  Bytes of parameters count everything the layer reads, shared ones too; optimizer bytes and the
+    seconds of the update count only parameters that no earlier layer shares.  Parameters, gradients and buffers are
+    counted as laid out in a flat block: each padded to a multiple of 64 bytes (``layers.padded``).
+
+    ``costs`` is parallel to the profile's ``microbatch_sizes``.
+    """
+
+    name: str
+    kind: int
+    parameter_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    updated_buffer_bytes: int
+    optimizer_state_bytes: int
+    update_s: float
+    batch_inputs: tuple[str, ...]
+    costs: tuple[Cost, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParameter:
+    """A parameter or buffer that several layers read: counted once in a pack that holds more than one of them."""
+
+    name: str
+    num_bytes: int
+    gradient_bytes: int
+    layers: tuple[int, ...]
+    is_buffer: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Costs of every layer, what crosses every boundary, and what a minibatch is.
+
+    ``boundaries``: as in ``LayerSequence``.  ``batch``: batch inputs.  ``couples_samples``: see ``LayerSequence``.
+    ``device``: what was measured.  ``fingerprint``: the model's.
+    """
+
+    model: str
+    fingerprint: str
+    device: str
+    microbatch_sizes: tuple[int, ...]
+    layers: tuple[LayerCost, ...]
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    batch: tuple[TensorSpec, ...]
+    shared: tuple[SharedParameter, ...] = ()
+    couples_samples: tuple[str, ...] = ()
+    serial_buffers: tuple[str, ...] = ()  # updated buffers that data parallelism cannot merge
+    update_threads: int = 1
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def largest_microbatch(self) -> int:
+        return self.microbatch_sizes[-1]
+
+    def cost(self, layer: int, microbatch_size: int) -> Cost:
+        """The cost at any size between the smallest and largest measured: linear between neighbours.
+
+        Raises ``OutOfRangeError`` beyond.
+        """
+        key = (self.layers[layer].kind, microbatch_size)
+        cached = self._costs.get(key)
+        if cached is None:
+            cached = self._costs[key] = self._interpolate(self.layers[layer].costs, microbatch_size)
+        return cached
+
+    def _interpolate(self, costs: tuple[Cost, ...], size: int) -> Cost:
+        sizes = self.microbatch_sizes
+        if not sizes[0] <= size <= sizes[-1]:
+            raise OutOfRangeError(
+                f"this profile covers microbatches of {sizes[0]} to {sizes[-1]} samples, {size} was asked for; "
+                f"profile again with microbatch_sizes that reach {size}"
+            )
+        high = bisect_left(sizes, size)
+        if sizes[high] == size:
+            return costs[high]
+        low = high - 1
+        share = (size - sizes[low]) / (sizes[high] - sizes[low])
+        return Cost(*(a + (b - a) * share for a, b in zip(costs[low], costs[high], strict=True)))
+
+    @cached_property
+    def _costs(self) -> dict[tuple[int, int], Cost]:
+        return {}
+
+    # -- bytes of packs -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _prefix(self) -> dict[str, list[int]]:
+        names = ("parameter_bytes", "gradient_bytes", "buffer_bytes", "updated_buffer_bytes", "optimizer_state_bytes")
+        prefix = {}
+        for name in names:
+            sums = [0]
+            for layer in self.layers:
+                sums.append(sums[-1] + getattr(layer, name))
+            prefix[name] = sums
+        return prefix
+
+    def _span(self, name: str, start: int, stop: int) -> int:
+        sums = self._prefix[name]
+        return sums[stop] - sums[start]
+
+    def _repeated(self, start: int, stop: int, *, buffers: bool) -> list[tuple[SharedParameter, int]]:
+        found = []
+        for shared in self.shared:
+            if shared.is_buffer is buffers:
+                count = sum(start <= layer < stop for layer in shared.layers)
+                if count > 1:
+                    found.append((shared, count - 1))
+        return found
+
+    def weight_bytes(self, start: int, stop: int) -> int:
+        """Parameters of layers [start, stop), each once."""
+        repeated = self._repeated(start, stop, buffers=False)
+        return self._span("parameter_bytes", start, stop) - sum(s.num_bytes * extra for s, extra in repeated)
+
+    def gradient_bytes(self, start: int, stop: int) -> int:
+        """Gradients of the trainable parameters of layers [start, stop), each once."""
+        repeated = self._repeated(start, stop, buffers=False)
+        return self._span("gradient_bytes", start, stop) - sum(s.gradient_bytes * extra for s, extra in repeated)
+
+    def buffer_bytes(self, start: int, stop: int) -> int:
+        repeated = self._repeated(start, stop, buffers=True)
+        return self._span("buffer_bytes", start, stop) - sum(s.num_bytes * extra for s, extra in repeated)
+
+    def updated_buffer_bytes(self, start: int, stop: int) -> int:
+        return self._span("updated_buffer_bytes", start, stop)
+
+    def boundary_bytes(self, boundary: int, num_samples: int) -> int:
+        """Values crossing into layer ``boundary`` for that many samples."""
+        return sum(spec.num_bytes(num_samples) for spec in self.boundaries[boundary])
+
+    def boundary_gradient_bytes(self, boundary: int, num_samples: int) -> int:
+        """Gradients of those values: only the ones that need a gradient have one."""
+        return sum(spec.num_bytes(num_samples) for spec in self.boundaries[boundary] if spec.requires_grad)
+
+    def batch_input_bytes(self, start: int, stop: int, num_samples: int) -> int:
+        """Batch inputs that layers [start, stop) read."""
+        names = {name for layer in self.layers[start:stop] for name in layer.batch_inputs}
+        return sum(spec.num_bytes(num_samples) for spec in self.batch if spec.name in names)
+
+    def splits_at(self, boundary: int) -> bool:
+        """Whether that boundary's values can be cut along the batch (all have a batch dimension)."""
+        return all(spec.batch_dim is not None for spec in self.boundaries[boundary])
+
+    @cached_property
+    def first_trainable_layer(self) -> int:
+        """Backward stops here: layers before it have nothing to train."""
+        return next((i for i, layer in enumerate(self.layers) if layer.gradient_bytes), len(self.layers))
+
+    # -- totals ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimizer state: the training state without activations."""
+        count = len(self.layers)
+        return (
+            self.weight_bytes(0, count) + self.gradient_bytes(0, count) + self._span("optimizer_state_bytes", 0, count)
+        )
+
+    @property
+    def optimizer_state_bytes(self) -> int:
+        return self._span("optimizer_state_bytes", 0, len(self.layers))
+
+    def activation_bytes(self, num_samples: int) -> int:
+        """What plain PyTorch keeps for backward with that many samples at once, without recompute."""
+        size = min(num_samples, self.largest_microbatch)
+        once = sum(self.cost(i, size).saved_bytes for i in range(len(self.layers)))
+        return round(once * num_samples / size)
+
+    # -- on disk and on screen ------------------------------------------------------------------------------------
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """A row per layer and microbatch size: names, bytes and seconds."""
+        import pandas
+
+        return pandas.DataFrame(
+            {
+                "layer": index,
+                "name": layer.name,
+                "kind": layer.kind,
+                "microbatch_size": size,
+                "parameter_bytes": layer.parameter_bytes,
+                "optimizer_state_bytes": layer.optimizer_state_bytes,
+                "input_bytes": self.boundary_bytes(index, size),
+                "update_s": layer.update_s,
+                **cost._asdict(),
+            }
+            for index, layer in enumerate(self.layers)
+            for size, cost in zip(self.microbatch_sizes, layer.costs, strict=True)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary; costs are stored once per kind.  ``from_json`` reads it back."""
+        kinds = {layer.kind: [list(cost) for cost in layer.costs] for layer in self.layers}
+        return {
+            "schema": "harmony_lab.profile",
+            "version": SCHEMA_VERSION,
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "device": self.device,
+            "microbatch_sizes": list(self.microbatch_sizes),
+            "costs_by_kind": {str(kind): costs for kind, costs in kinds.items()},
+            "layers": [_record(layer, without="costs") for layer in self.layers],
+            "boundaries": [[_record(spec) for spec in boundary] for boundary in self.boundaries],
+            "batch": [_record(spec) for spec in self.batch],
+            "shared": [_record(shared) for shared in self.shared],
+            "couples_samples": list(self.couples_samples),
+            "serial_buffers": list(self.serial_buffers),
+            "update_threads": self.update_threads,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Profile":
+        """Raises ``HarmonyError`` for another kind of file or a newer schema version."""
+        check_schema(data, "harmony_lab.profile", SCHEMA_VERSION)
+        costs = {int(k): tuple(Cost(*row) for row in rows) for k, rows in data["costs_by_kind"].items()}
+        return cls(
+            model=data["model"],
+            fingerprint=data["fingerprint"],
+            device=data["device"],
+            microbatch_sizes=tuple(data["microbatch_sizes"]),
+            layers=tuple(
+                LayerCost(**{**row, "batch_inputs": tuple(row["batch_inputs"])}, costs=costs[row["kind"]])
+                for row in data["layers"]
+            ),
+            boundaries=tuple(tuple(_spec(row) for row in boundary) for boundary in data["boundaries"]),
+            batch=tuple(_spec(row) for row in data["batch"]),
+            shared=tuple(SharedParameter(**{**row, "layers": tuple(row["layers"])}) for row in data["shared"]),
+            couples_samples=tuple(data["couples_samples"]),
+            serial_buffers=tuple(data["serial_buffers"]),
+            update_threads=data["update_threads"],
+        )
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Profile":
+        return cls.from_json(json.loads(Path(path).read_text()))
+
+    def with_update_seconds(self, seconds: tuple[float, ...]) -> "Profile":
+        """The same profile with the host's update seconds per layer replaced."""
+        layers = (replace(layer, update_s=s) for layer, s in zip(self.layers, seconds, strict=True))
+        return replace(self, layers=tuple(layers))
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.microbatch_sizes))
+        return (
+            f"profile of {self.model} on {self.device}: {len(self)} layers, {format_bytes(self.state_bytes)} of "
+            f"weights, gradients and optimizer state; microbatches of {sizes}"
+        )
+
+    def _repr_html_(self) -> str:
+        size = self.microbatch_sizes[-1]
+        rows = []
+        for index, layer in enumerate(self.layers):
+            cost = layer.costs[-1]
+            cells = (
+                escape(layer.name),
+                format_bytes(layer.parameter_bytes),
+                format_seconds(cost.forward_s),
+                format_seconds(cost.backward_s),
+                format_bytes(cost.saved_bytes),
+                format_seconds(layer.update_s),
+            )
+            rows.append(f"<tr><td>{index}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        return (
+            f"<p>{escape(str(self))}; below: microbatches of {size}</p><table><thead><tr><th>layer</th><th>name</th>"
+            "<th>parameters</th><th>forward</th><th>backward</th><th>saved activations</th><th>update on the host</th>"
+            f"</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        )
+
+
+def _record(record: Any, without: str = "") -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__ if name != without}
+
+
+def _spec(row: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(**{**row, "shape": tuple(row["shape"])})

@@ -1,0 +1,318 @@
+"""Machine: devices, the host and the links between them.
+
+Links form a tree, as PCIe does: each device hangs from the host or from a switch, and what devices send to the host
+shares the links above them::
+
+    host ══ uplink ══ switch ── gpu0          a peer transfer goes gpu0 → switch → gpu1,
+                         └───── gpu1          off the uplink
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from harmony_lab.errors import HarmonyError
+from harmony_lab.units import format_bytes, format_rate, parse_bytes, parse_rate
+
+__all__ = ["HOST", "Backend", "Device", "Direction", "Hop", "Host", "Link", "Machine"]
+
+SCHEMA_VERSION = 1
+HOST = -1
+"""The index that stands for the host where a device index is expected."""
+_ROOT = "host"
+_PCIE3_X16 = 12e9  # bytes per second that copies reach on a link of 15.75 GB/s
+
+
+class Backend(StrEnum):
+    """What a device is made of."""
+
+    EMULATED = "emulated"  # host memory with a byte budget, computing on the host's cores
+    CUDA = "cuda"
+
+
+class Direction(StrEnum):
+    DOWN = "down"  # away from the host
+    UP = "up"  # towards the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    ``memory_bytes`` is what plans may use at once: the card's memory less its context and the allocator's margin.
+    ``parent`` is the name of the node it hangs from: ``"host"`` or a switch.  ``compute_threads``: host threads that an
+    emulated device computes with.
+    """
+
+    name: str
+    memory_bytes: int
+    parent: str = _ROOT
+    backend: Backend = Backend.EMULATED
+    ordinal: int = 0  # torch's index of the device, for real ones
+    compute_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The host: memory that swapped tensors live in, cores that update weights (and run emulated devices)."""
+
+    memory_bytes: int
+    num_cores: int
+    update_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A full-duplex link from ``child`` (a device or a switch) up to ``parent``; rates are per direction."""
+
+    child: str
+    parent: str
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.parent}-{self.child}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One link in one direction: the unit that transfers share."""
+
+    link: str
+    direction: Direction
+
+    def __str__(self) -> str:
+        return f"{self.link}:{self.direction}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Devices, host and links.  ``peer_transfers`` tells whether devices can copy to each other directly.
+
+    Raises ``HarmonyError`` where the links do not form a tree that reaches every device.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    host: Host
+    links: tuple[Link, ...]
+    peer_transfers: bool = True
+    _link_above: Mapping[str, Link] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        above = {link.child: link for link in self.links}
+        object.__setattr__(self, "_link_above", above)
+        names = [device.name for device in self.devices]
+        problems = []
+        if not self.devices:
+            problems.append("a machine needs at least one device")
+        if len(set(names)) != len(names):
+            problems.append(f"device names must differ, got {names}")
+        if len(above) != len(self.links):
+            problems.append("each device or switch may hang from one link only")
+        problems += [f"link {link.name}: bytes_per_s must be above 0" for link in self.links if link.bytes_per_s <= 0]
+        problems += [f"{d.name}: memory_bytes must be above 0" for d in self.devices if d.memory_bytes <= 0]
+        problems += [
+            f"{d.name}: no chain of links leads to the host" for d in self.devices if not self._reaches(d.name)
+        ]
+        if problems:
+            raise HarmonyError("this machine is not well formed: " + "; ".join(problems))
+
+    def _reaches(self, node: str) -> bool:
+        for _ in range(len(self.links) + 1):
+            if node == _ROOT:
+                return True
+            if node not in self._link_above:
+                return False
+            node = self._link_above[node].parent
+        return False
+
+    # -- routes ---------------------------------------------------------------------------------------------------
+
+    def _links_up(self, node: str) -> Iterator[Link]:
+        while node != _ROOT:
+            link = self._link_above[node]
+            yield link
+            node = link.parent
+
+    def route(self, source: int, destination: int) -> tuple[Hop, ...]:
+        """The hops of a transfer between devices, or to or from ``HOST``.
+
+        Devices that cannot copy to each other go through the host: up the whole tree, then down.
+        """
+        up = [] if source == HOST else list(self._links_up(self.devices[source].name))
+        down = [] if destination == HOST else list(self._links_up(self.devices[destination].name))
+        if source != HOST and destination != HOST and self.peer_transfers:
+            while up and down and up[-1] == down[-1]:
+                up.pop()
+                down.pop()
+        return tuple(
+            [Hop(link.name, Direction.UP) for link in up] + [Hop(link.name, Direction.DOWN) for link in reversed(down)]
+        )
+
+    @cached_property
+    def capacities(self) -> dict[Hop, float]:
+        """Bytes per second of every link and direction."""
+        return {Hop(link.name, direction): link.bytes_per_s for link in self.links for direction in Direction}
+
+    def latency_s(self, route: Sequence[Hop]) -> float:
+        latency = {link.name: link.latency_s for link in self.links}
+        return sum(latency[hop.link] for hop in route)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        return tuple(device.memory_bytes for device in self.devices)
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    # -- making one -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def emulated(
+        cls,
+        num_devices: int = 2,
+        *,
+        memory: str | int = "64MiB",
+        link: str | float = "2GB/s",
+        peer_link: str | float | None = None,
+        host_memory: str | int | None = None,
+        peer_transfers: bool = True,
+    ) -> "Machine":
+        """Devices made of host memory: each has a hard budget, and they share one link to the host.
+
+        ``memory``: bytes per device.  ``link``: the shared host link, per direction.  ``peer_link``: each device's own
+        link to the switch, by default as fast as ``link``.
+        """
+        if num_devices < 1:
+            raise HarmonyError(f"a machine needs at least one device, got num_devices={num_devices}")
+        rate = parse_rate(link)
+        peer_rate = rate if peer_link is None else parse_rate(peer_link)
+        host = _this_host(None if host_memory is None else parse_bytes(host_memory))
+        threads = max(1, host.num_cores // num_devices)
+        devices = tuple(
+            Device(
+                name=f"emu{i}", memory_bytes=parse_bytes(memory), parent="switch", ordinal=i, compute_threads=threads
+            )
+            for i in range(num_devices)
+        )
+        links = (
+            Link(child="switch", parent=_ROOT, bytes_per_s=rate),
+            *(Link(child=device.name, parent="switch", bytes_per_s=peer_rate) for device in devices),
+        )
+        return cls(
+            name=f"{num_devices} emulated",
+            devices=devices,
+            host=host,
+            links=links,
+            peer_transfers=peer_transfers,
+        )
+
+    @classmethod
+    def detect(cls) -> "Machine":
+        """The CUDA GPUs of this computer, with what is free on them now; without any, two emulated devices.
+
+        Every GPU is taken to have a PCIe 3.0 x16 link of its own to the host (change it with ``with_``).  A tenth of
+        each card's free memory, at least 256 MiB, is left to the framework's context and allocator.
+        """
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            return cls.emulated()
+        devices = []
+        for ordinal in range(count):
+            free, _ = torch.cuda.mem_get_info(ordinal)
+            name = f"gpu{ordinal}"
+            usable = free - max(free // 10, 256 * 2**20)
+            devices.append(Device(name=name, memory_bytes=usable, backend=Backend.CUDA, ordinal=ordinal))
+        peers = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
+        return cls(
+            name=f"{count} × {torch.cuda.get_device_name(0)}",
+            devices=tuple(devices),
+            host=_this_host(None),
+            links=tuple(Link(child=d.name, parent=_ROOT, bytes_per_s=_PCIE3_X16, latency_s=1e-5) for d in devices),
+            peer_transfers=peers and count > 1,
+        )
+
+    def with_(
+        self, *, num_devices: int | None = None, memory: str | int | None = None, link: str | float | None = None
+    ) -> "Machine":
+        """The same machine with another number of devices, memory per device or host link rate."""
+        machine = self
+        if num_devices is not None and num_devices != self.num_devices:
+            if not 1 <= num_devices <= self.num_devices:
+                raise HarmonyError(
+                    f"{self.name} has {self.num_devices} devices; num_devices={num_devices} is not among them"
+                )
+            kept = self.devices[:num_devices]
+            gone = {device.name for device in self.devices[num_devices:]}
+            machine = replace(machine, devices=kept, links=tuple(x for x in self.links if x.child not in gone))
+        if memory is not None:
+            size = parse_bytes(memory)
+            machine = replace(machine, devices=tuple(replace(d, memory_bytes=size) for d in machine.devices))
+        if link is not None:
+            rate = parse_rate(link)
+            machine = replace(
+                machine,
+                links=tuple(replace(x, bytes_per_s=rate) if x.parent == _ROOT else x for x in machine.links),
+            )
+        return machine
+
+    # -- on disk and on screen ------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary; ``from_json`` reads it back."""
+        return {
+            "schema": "harmony_lab.machine",
+            "version": SCHEMA_VERSION,
+            "name": self.name,
+            "devices": [{**_fields(d), "backend": str(d.backend)} for d in self.devices],
+            "host": _fields(self.host),
+            "links": [_fields(link) for link in self.links],
+            "peer_transfers": self.peer_transfers,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Machine":
+        """Raises ``HarmonyError`` for another kind of file or a newer schema version."""
+        check_schema(data, "harmony_lab.machine", SCHEMA_VERSION)
+        return cls(
+            name=data["name"],
+            devices=tuple(Device(**{**d, "backend": Backend(d["backend"])}) for d in data["devices"]),
+            host=Host(**data["host"]),
+            links=tuple(Link(**link) for link in data["links"]),
+            peer_transfers=data["peer_transfers"],
+        )
+
+    def __str__(self) -> str:
+        memory = sorted({format_bytes(device.memory_bytes) for device in self.devices})
+        rates = sorted({format_rate(link.bytes_per_s) for link in self.links if link.parent == _ROOT})
+        count = f"{self.num_devices} device" + ("s" if self.num_devices > 1 else "")
+        return f"{self.name}: {count} of {'/'.join(memory)}, host link {'/'.join(rates)} per direction"
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def check_schema(data: Mapping[str, Any], schema: str, version: int) -> None:
+    """Raise ``HarmonyError`` unless ``data`` is of that schema, at most that version."""
+    if data.get("schema") != schema:
+        raise HarmonyError(f"a {schema} file was expected, got schema {data.get('schema')!r}")
+    if not 1 <= int(data.get("version", 0)) <= version:
+        raise HarmonyError(
+            f"{schema} version {data.get('version')!r} cannot be read here (this is version {version}); "
+            "update harmony_lab or write the file again"
+        )
+
+
+def _this_host(memory_bytes: int | None) -> Host:
+    import psutil
+
+    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
+    return Host(memory_bytes=memory_bytes or psutil.virtual_memory().available, num_cores=cores)

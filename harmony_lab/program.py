@@ -1,0 +1,269 @@
+"""Program: what happens in one iteration, on which stream and after what.
+
+A Program is a list of ops over *blocks* of memory.  The rules that give it its meaning, for simulator and runtime
+alike:
+
+- Ops of one (device, stream) run one at a time, in list order.  Ops of different streams run concurrently.
+- An op starts when the op before it on its stream and every op in ``after`` have ended.  ``after`` points backwards in
+the list
+  only, so a Program cannot deadlock.
+- An op's ``writes`` are allocated when it starts and hold their content when it ends.  Its ``frees`` are released when
+it ends.
+- Peak memory is a property of the Program, not of timing.  Ops are listed in the order in which memory was promised to
+  them: when op k starts, whatever ops up to k allocated may be alive, less what ops that must precede k have freed.
+  The largest such sum bounds the memory of every interleaving (``planner.check``).
+
+What each op does::
+
+    SWAP_IN     host → device   WEIGHT, BUFFER and INPUT (parts of the batch) come from the host's store; other kinds
+    from the host blocks
+                                in ``reads``, which may be cut along the batch in other places than the block written
+    SWAP_OUT    device → host   device blocks in ``reads`` to the host blocks in ``writes``, in the same order; BUFFER
+    goes to the host's store SEND        offers the device blocks in ``reads`` to a peer; takes no time by itself RECV
+    copies the peer's blocks (in ``reads``) into this device's (in ``writes``, same order); names its SEND in ``after``
+    FORWARD     runs layers on one microbatch without gradient, writes the ACTIVATION of boundaries (inside the pack:
+    kept for
+                a backward pack that starts there); if it writes a SAVED block, it keeps what backward needs
+    RECOMPUTE   the forward of a backward pack from its kept input, with gradient: writes SAVED BACKWARD    consumes
+    SAVED and the ACTIVATION_GRADIENT of its stop boundary, adds to the pack's GRADIENT block (the first
+                microbatch's writes it, zeroed), writes the ACTIVATION_GRADIENT of its start boundary
+    ALL_REDUCE  leaves on every device the sum of all devices' GRADIENT blocks, for one shard of them UPDATE      the
+    optimizer's step, on the host, for parameters whose gradients are complete; reads host GRADIENT blocks FREE
+    releases blocks that several ops read last
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from harmony_lab.errors import ProgramError
+from harmony_lab.machine import HOST
+from harmony_lab.units import format_bytes
+
+__all__ = ["Block", "Op", "OpKind", "Program", "Stream", "TensorKind", "Transfer", "shard_bounds"]
+
+_HEADER = "harmony_lab.program 1"
+
+
+class OpKind(StrEnum):
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    SWAP_IN = "swap_in"
+    SWAP_OUT = "swap_out"
+    SEND = "send"
+    RECV = "recv"
+    ALL_REDUCE = "all_reduce"
+    FREE = "free"
+
+
+class Stream(StrEnum):
+    COMPUTE = "compute"
+    SWAP_IN = "swap_in"
+    SWAP_OUT = "swap_out"
+    PEER_IN = "peer_in"
+    PEER_OUT = "peer_out"
+    HOST = "host"  # of the host: updates
+    MEMORY = "memory"  # frees; holds nothing up
+
+
+class TensorKind(StrEnum):
+    WEIGHT = "weight"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    INPUT = "input"  # parts of the batch
+    ACTIVATION = "activation"  # what crosses a boundary, also while kept for backward
+    ACTIVATION_GRADIENT = "activation_gradient"
+    SAVED = "saved"  # what a pack's forward keeps for its backward
+    WORKSPACE = "workspace"  # temporaries inside one op
+
+
+class Block(NamedTuple):
+    """Memory on one device (or ``HOST``) with one content.
+
+    ``layers``: the pack whose weights, buffers, gradients or inputs these are; (b, b) for what crosses boundary b.
+    ``samples``: the part of the minibatch it belongs to; (0, 0) for state.
+    """
+
+    kind: TensorKind
+    device: int
+    layers: tuple[int, int]
+    samples: tuple[int, int]
+    num_bytes: int
+
+    def __str__(self) -> str:
+        where = "host" if self.device == HOST else f"d{self.device}"
+        layers = f"@{self.layers[0]}" if self.layers[0] == self.layers[1] else f"[{self.layers[0]}:{self.layers[1]}]"
+        samples = "" if self.samples == (0, 0) else f" samples {self.samples[0]}:{self.samples[1]}"
+        return f"{self.kind}{layers}{samples} on {where}"
+
+
+class Op(NamedTuple):
+    """One op; ``reads``, ``writes`` and ``frees`` are block indices, ``after`` op indices, all ascending."""
+
+    kind: OpKind
+    device: int
+    stream: Stream
+    layers: tuple[int, int]
+    samples: tuple[int, int]
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        where = "host" if self.device == HOST else f"d{self.device}"
+        samples = "" if self.samples == (0, 0) else f" samples {self.samples[0]}:{self.samples[1]}"
+        return f"{self.kind} [{self.layers[0]}:{self.layers[1]}]{samples} on {where}.{self.stream}"
+
+
+class Transfer(NamedTuple):
+    """Bytes of one kind that one op moves between two places (device indices or ``HOST``)."""
+
+    source: int
+    destination: int
+    kind: TensorKind
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Ops over blocks; see the module's docstring.  ``planner.check`` tells whether one is valid."""
+
+    minibatch_size: int
+    num_layers: int
+    budgets: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    ops: tuple[Op, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.budgets)
+
+    @cached_property
+    def queues(self) -> dict[tuple[int, Stream], tuple[int, ...]]:
+        """Op indices of every (device, stream), in order."""
+        queues: dict[tuple[int, Stream], list[int]] = {}
+        for index, op in enumerate(self.ops):
+            queues.setdefault((op.device, op.stream), []).append(index)
+        return {key: tuple(queue) for key, queue in queues.items()}
+
+    def transfers(self, index: int) -> tuple[Transfer, ...]:
+        """What that op moves over links; empty for ops that move nothing."""
+        op = self.ops[index]
+        match op.kind:
+            case OpKind.SWAP_IN:
+                moved = [(HOST, op.device, self.blocks[b]) for b in op.writes]
+            case OpKind.SWAP_OUT:
+                moved = [(op.device, HOST, self.blocks[b]) for b in op.reads]
+            case OpKind.RECV:
+                moved = [
+                    (self.blocks[r].device, op.device, self.blocks[w]) for r, w in zip(op.reads, op.writes, strict=True)
+                ]
+            case OpKind.ALL_REDUCE:
+                return self._reduction(op)
+            case _:
+                return ()
+        return tuple(Transfer(source, destination, block.kind, block.num_bytes) for source, destination, block in moved)
+
+    def _reduction(self, op: Op) -> tuple[Transfer, ...]:
+        blocks = [self.blocks[b] for b in op.reads]
+        rank = next(i for i, block in enumerate(blocks) if block.device == op.device)
+        start, stop = shard_bounds(blocks[rank].num_bytes, len(blocks), rank)
+        peers = [block.device for block in blocks if block.device != op.device]
+        kind = TensorKind.GRADIENT
+        return tuple(
+            [Transfer(peer, op.device, kind, stop - start) for peer in peers]
+            + [Transfer(op.device, peer, kind, stop - start) for peer in peers]
+        )
+
+    # -- text -----------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """Lines, one per block and op; ``Program.parse`` reads them back."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        budgets = ",".join(map(str, self.budgets))
+        yield f"{_HEADER} minibatch={self.minibatch_size} layers={self.num_layers} budgets={budgets}"
+        for i, block in enumerate(self.blocks):
+            yield f"%{i} {block.kind} d{block.device} {_pair(block.layers)} {_pair(block.samples)} {block.num_bytes}"
+        for i, op in enumerate(self.ops):
+            lists = {"reads": op.reads, "writes": op.writes, "frees": op.frees, "after": op.after}
+            tail = "".join(f" {name}={','.join(map(str, values))}" for name, values in lists.items() if values)
+            yield f"{i} {op.kind} d{op.device}.{op.stream} {_pair(op.layers)} {_pair(op.samples)}{tail}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Program":
+        """Read the text form.  Raises ``ProgramError`` naming the line that is off."""
+        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+        if not lines or not lines[0].startswith(_HEADER):
+            raise ProgramError("this is not a program", [f"the first line must start with {_HEADER!r}"])
+        blocks, ops = [], []
+        for number, line in enumerate(lines[1:], start=2):
+            try:
+                if line.startswith("%"):
+                    blocks.append(_parse_block(line))
+                else:
+                    ops.append(_parse_op(line))
+            except (ValueError, IndexError, KeyError) as error:
+                raise ProgramError("this is not a program", [f"line {number}: {line!r}: {error}"]) from None
+        header = dict(part.split("=") for part in lines[0].split()[2:])
+        return cls(
+            minibatch_size=int(header["minibatch"]),
+            num_layers=int(header["layers"]),
+            budgets=_ints(header["budgets"]),
+            blocks=tuple(blocks),
+            ops=tuple(ops),
+        )
+
+    def _repr_html_(self) -> str:
+        counts: dict[OpKind, int] = {}
+        for op in self.ops:
+            counts[op.kind] = counts.get(op.kind, 0) + 1
+        ops = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        budgets = ", ".join(format_bytes(budget) for budget in self.budgets)
+        return (
+            f"<p>Program: minibatch of {self.minibatch_size}, {len(self.ops)} ops ({ops}); device budgets {budgets}</p>"
+        )
+
+
+def shard_bounds(num_bytes: int, num_shards: int, rank: int) -> tuple[int, int]:
+    """Byte range of one shard of a block in a reduction; inner bounds are multiples of 64 bytes."""
+    edges = [num_bytes * i // num_shards // 64 * 64 for i in range(num_shards)] + [num_bytes]
+    return edges[rank], edges[rank + 1]
+
+
+def _pair(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}:{pair[1]}"
+
+
+def _ints(text: str, separator: str = ",") -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(separator))
+
+
+def _two(text: str) -> tuple[int, int]:
+    first, second = _ints(text, ":")
+    return first, second
+
+
+def _parse_block(line: str) -> Block:
+    _, kind, device, layers, samples, num_bytes = line.split()
+    return Block(TensorKind(kind), int(device[1:]), _two(layers), _two(samples), int(num_bytes))
+
+
+def _parse_op(line: str) -> Op:
+    _, kind, where, layers, samples, *rest = line.split()
+    device, stream = where[1:].split(".")
+    lists = {name: _ints(values) for name, values in (part.split("=") for part in rest)}
+    _only(lists, ("reads", "writes", "frees", "after"))
+    return Op(OpKind(kind), int(device), Stream(stream), _two(layers), _two(samples), **lists)
+
+
+def _only(given: Iterable[str], known: tuple[str, ...]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r}, expected one of {', '.join(known)}")

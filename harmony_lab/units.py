@@ -1,0 +1,72 @@
+"""How quantities are read and written: bytes, seconds, rates.  All formatting lives here."""
+
+import re
+
+__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds", "parse_bytes", "parse_rate"]
+
+_BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from ``"64MiB"``, ``"1.5 GB"``, ``"2e9"`` or an integer; decimal unless the unit has an ``i``."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(str(text))
+    if match is None:
+        raise ValueError(f"a size like '64MiB', '1.5GB' or 1073741824 was expected, got {text!r}")
+    number, prefix, binary = match.groups()
+    return round(float(number) * (_BINARY if binary else _DECIMAL)[prefix.upper()])
+
+
+def parse_rate(text: str | float) -> float:
+    """Bytes per second from ``"12GB/s"``, ``"11.5 GiB/s"`` or a number."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        return float(text)
+    try:
+        return float(parse_bytes(re.sub(r"\s*(/|p)s\s*$", "", str(text), flags=re.IGNORECASE)))
+    except ValueError:
+        raise ValueError(f"a rate like '12GB/s' or '800MiB/s' was expected, got {text!r}") from None
+
+
+def format_bytes(num_bytes: float) -> str:
+    """``"7.9 GiB"``: three significant digits, binary units."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 999.5:
+            return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+        value /= 1024
+    return f"{_three_digits(value)} TiB"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """``"11.5 GiB/s"``."""
+    return format_bytes(bytes_per_s) + "/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """``"1.24 s"``, ``"310 ms"``, ``"42.0 µs"``, ``"3 min 05 s"``."""
+    if abs(seconds) >= 120:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
+    if seconds == 0 or abs(seconds) >= 0.9995:
+        return f"{_three_digits(seconds)} s"
+    if abs(seconds) >= 0.9995e-3:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def format_count(count: float) -> str:
+    """``"6.41 M"``: a number of parameters, tokens or operations."""
+    value = float(count)
+    for unit in ("", "K", "M", "B"):
+        if abs(value) < 999.5:
+            return f"{value:.0f}" if unit == "" else f"{_three_digits(value)} {unit}"
+        value /= 1000
+    return f"{_three_digits(value)} T"
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    return f"{value:.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
