@@ -1,0 +1,1 @@
+"""From plans to programs: compose, lower, check and search."""

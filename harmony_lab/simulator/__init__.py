@@ -1,0 +1,1 @@
+"""Predicting a Program's Trace: a deterministic discrete-event simulation."""
