@@ -119,8 +119,8 @@ class _Lowering:
 
     def _unit(self, unit: Unit) -> None:
         task = unit.task
-        if unit.is_first:
-            self._fetch_state(task)
+        if unit.is_first:  # in its turn, unless it has been prefetched
+            self._fetch_state(task, after=tuple(self.computed[task.device][-1:]))
         inputs = self._fetch_inputs(unit)
         gradient: tuple[int, ...] = ()
         if task.backward and not task.fused:

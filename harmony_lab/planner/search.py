@@ -307,8 +307,8 @@ class _Search:
             f"no plan fits {self.machine}.  The largest layer, {layer} ({self.profile.layers[layer].name}), needs "
             f"{format_bytes(needed)} at once for a microbatch of {size} ({format_bytes(weights)} weights, "
             f"{format_bytes(gradients)} gradients, {format_bytes(needed - weights - gradients)} activations and "
-            f"temporaries); the budget of {self.machine.devices[device].name} is {format_bytes(self.budget)}.  Use devices "
-            f"with at least {format_bytes(needed)}, or cut the layer into smaller modules.{lacking}",
+            f"temporaries); the budget of {self.machine.devices[device].name} is {format_bytes(self.budget)}.  Use "
+            f"devices with at least {format_bytes(needed)}, or cut the layer into smaller modules.{lacking}",
             device=device,
             needed_bytes=needed,
             budget_bytes=self.budget,

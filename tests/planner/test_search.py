@@ -1,0 +1,132 @@
+"""The search finds good plans, explains itself and refuses what cannot fit."""
+
+import random
+
+import pytest
+import toy_profiles as toys
+
+from harmony_lab.errors import PlanDoesNotFitError
+from harmony_lab.plan import Pack, Plan
+from harmony_lab.planner.bounds import candidate_bound
+from harmony_lab.planner.check import check
+from harmony_lab.planner.lower import lower
+from harmony_lab.planner.pack import PackCosts, balanced_packs, largest_fitting_packs, partition
+from harmony_lab.planner.search import search
+from harmony_lab.simulator.engine import run
+
+
+def test_the_best_plan_is_valid_and_no_faster_than_the_bound() -> None:
+    profile, machine = toys.profile(8, overhead_s=0.002), toys.gpus(2)
+    result = search(profile, machine, 16)
+    program = lower(result.best, profile, machine)
+    check(program)
+    assert run(program, profile, machine).makespan_s == result.candidates[0].step_s
+    assert result.candidates[0].step_s >= result.lower_bound_s > 0
+    steps = [candidate.step_s for candidate in result.candidates]
+    assert steps == sorted(steps)
+
+
+def test_the_search_beats_random_plans() -> None:
+    profile, machine = toys.profile(6, overhead_s=0.003), toys.gpus(2, link=2e8)
+    best = search(profile, machine, 12).candidates[0].step_s
+    rng = random.Random(1)
+    for _ in range(120):
+        plan = toys.random_plan(rng, 6, max_devices=2).with_(minibatch_size=12)
+        try:
+            step = run(lower(plan, profile, machine), profile, machine).makespan_s
+        except PlanDoesNotFitError:
+            continue
+        assert best <= step * 1.02, plan
+
+
+def test_both_modes_and_unequal_microbatch_sizes_are_looked_at() -> None:
+    result = search(toys.profile(8, overhead_s=0.01), toys.gpus(2, memory_bytes=5_000_000), 16)
+    plans = [candidate.plan for candidate in result.candidates]
+    assert {str(plan.mode) for plan in plans} == {"dp", "pp"}
+    assert any(plan.forward_microbatch_size != plan.backward_microbatch_size for plan in plans)
+
+
+def test_samples_that_influence_each_other_keep_microbatch_sizes_equal() -> None:
+    from dataclasses import replace
+
+    profile = replace(toys.profile(8), couples_samples=("norm",))
+    result = search(profile, toys.gpus(2), 16)
+    assert all(c.plan.forward_microbatch_size == c.plan.backward_microbatch_size for c in result.candidates)
+
+
+def test_one_layer_larger_than_the_device_is_named_with_bytes_and_budget() -> None:
+    with pytest.raises(PlanDoesNotFitError) as caught:
+        search(toys.profile(8), toys.gpus(2, memory_bytes=1_500_000), 16)
+    message = str(caught.value)
+    assert "layer7" in message and "1.43 MiB" in message and "977 KiB weights" in message
+    assert caught.value.needed_bytes > caught.value.budget_bytes == 1_500_000
+
+
+def test_microbatches_too_large_are_rejected_with_the_reason() -> None:
+    result = search(toys.profile(8, activation_bytes=100_000), toys.gpus(2, memory_bytes=5_000_000), 16)
+    reasons = {rejected.description: rejected.reason for rejected in result.rejected}
+    assert "alone needs" in reasons["pp, backward microbatches of 8"]
+
+
+def test_the_bound_of_a_candidate_never_exceeds_its_simulation() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        profile, machine = toys.profile(6, tied=rng.random() < 0.5), toys.gpus(3, memory_bytes=25_000_000, link=10 ** rng.uniform(7, 9.5))
+        plan = toys.random_plan(rng, 6)
+        simulated = run(lower(plan, profile, machine), profile, machine).makespan_s
+        assert candidate_bound(plan, PackCosts(profile), machine) <= simulated * (1 + 1e-9)
+
+
+def test_progress_can_end_the_search() -> None:
+    def stop(done: int, total: int, what: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(toys.profile(6), toys.gpus(1), 8, progress=stop)
+
+
+def test_what_binds_follows_the_machine() -> None:
+    profile = toys.profile(8)
+    assert "What binds is computing" in search(profile, toys.gpus(1), 16).explain()
+    assert "What binds is the link host-switch" in search(profile, toys.gpus(1, link=2e6), 16).explain()
+
+
+def test_the_frame_has_a_row_per_candidate_with_text_that_parses() -> None:
+    result = search(toys.profile(6), toys.gpus(2), 8)
+    frame = result.to_frame()
+    assert len(frame) == len(result.candidates)
+    assert Plan.parse(frame.plan[0]) == result.best
+    assert (frame.samples_per_s * frame.step_s).round(6).eq(8).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_partitions_are_optimal(seed: int) -> None:
+    rng = random.Random(seed)
+    seconds = [rng.uniform(0.1, 1) for _ in range(rng.randint(2, 8))]
+    count = rng.randint(1, len(seconds))
+    limit = rng.randint(1, len(seconds))
+
+    def splits(start: int, left: int) -> list[list[int]]:
+        if left == 1:
+            return [[len(seconds)]]
+        return [[cut, *rest] for cut in range(start + 1, len(seconds)) for rest in splits(cut, left - 1)]
+
+    def slowest(edges: list[int]) -> float:
+        return max(sum(seconds[a:b]) for a, b in zip([0, *edges], edges, strict=False))
+
+    allowed = [e for e in splits(0, count) if all(b - a <= limit for a, b in zip([0, *e], e, strict=False))]
+    packs = partition(seconds, 0, count, lambda first, last: last - first <= limit)
+    if not allowed:
+        assert packs is None
+    else:
+        assert packs is not None and len(packs) == count
+        assert slowest([pack.stop for pack in packs]) == pytest.approx(min(map(slowest, allowed)), rel=1e-5)
+
+
+def test_packs_respect_the_memory_cap() -> None:
+    costs = PackCosts(toys.profile(8))
+    packs = largest_fitting_packs(costs, 0, 8, 4, 2, forward=False, budget_bytes=5_000_000)
+    assert packs is not None
+    assert all(costs.backward_bytes(pack.start, pack.stop, 2) <= 5_000_000 for pack in packs)
+    assert largest_fitting_packs(costs, 0, 8, 2, 2, forward=False, budget_bytes=5_000_000) is None
+    assert balanced_packs(toys.profile(8), 2, 8, 3, 1, forward=True) == (Pack(2, 4), Pack(4, 6), Pack(6, 8))
