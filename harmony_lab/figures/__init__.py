@@ -1,0 +1,1 @@
+"""Plotly figures and static pictures: pure functions of traces, profiles and results."""

@@ -1,0 +1,176 @@
+"""Lanes: the rows and bars of a timeline, thinned where there are more than the eye can tell apart."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from harmony_lab.figures.theme import label
+from harmony_lab.machine import HOST, Machine
+from harmony_lab.program import Op, OpKind, Program, Stream
+from harmony_lab.trace import Trace
+
+__all__ = ["KINDS", "MOVING", "Lanes", "lanes", "stream_name", "stream_order", "thinned"]
+
+KINDS: Final = tuple(OpKind)
+MOVING: Final = frozenset((OpKind.SWAP_IN, OpKind.SWAP_OUT, OpKind.SEND, OpKind.RECV, OpKind.ALL_REDUCE))
+_STREAMS: Final = tuple(Stream)
+_FINEST: Final = 2000  # bars shorter than this share of the makespan may be drawn as one
+_Floats = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """Bars of a timeline, arrays over bars.
+
+    ``names``: rows, top to bottom; ``owners``: the device of each.  ``kind`` indexes ``KINDS``.  ``layers`` and
+    ``samples`` are [bars, 2].  A bar stands for ``num_ops`` ops, the first being
+    ``number``; its duration is the sum of theirs.
+    """
+
+    names: tuple[str, ...]
+    owners: tuple[int, ...]
+    row: _Ints
+    kind: _Ints
+    start_s: _Floats
+    duration_s: _Floats
+    number: _Ints
+    layers: _Ints
+    samples: _Ints
+    moved_bytes: _Ints
+    num_ops: _Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def select(self, chosen: npt.NDArray[np.bool_] | _Ints) -> "Lanes":
+        """Those bars only."""
+        return replace(self, **{name: getattr(self, name)[chosen] for name in _ARRAYS})
+
+
+_ARRAYS: Final = ("row", "kind", "start_s", "duration_s", "number", "layers", "samples", "moved_bytes", "num_ops")
+
+
+def lanes(trace: Trace) -> Lanes:
+    """A row per (device, stream) with something to draw, the host's last; every op but FREE is a bar.
+
+    A SEND takes no time by itself: it is drawn while the RECV that names it runs.
+    """
+    ops = trace.program.ops
+    drawn = [i for i, op in enumerate(ops) if op.kind is not OpKind.FREE and op.stream is not Stream.MEMORY]
+    keys = {_row_key(ops[i]) for i in drawn}
+    order = sorted(keys, key=stream_order)
+    rows = {key: position for position, key in enumerate(order)}
+    kinds = {kind: position for position, kind in enumerate(KINDS)}
+    source = _interval_sources(trace.program)
+    interval = [source.get(i, i) for i in drawn]
+    start = trace.start_s[interval] if drawn else np.zeros(0)
+    return Lanes(
+        names=tuple(stream_name(trace.machine, device, stream) for device, stream in order),
+        owners=tuple(device for device, _ in order),
+        row=np.array([rows[_row_key(ops[i])] for i in drawn], dtype=np.int64),
+        kind=np.array([kinds[ops[i].kind] for i in drawn], dtype=np.int64),
+        start_s=start,
+        duration_s=(trace.end_s[interval] - start) if drawn else np.zeros(0),
+        number=np.array(drawn, dtype=np.int64),
+        layers=np.array([ops[i].layers for i in drawn], dtype=np.int64).reshape(-1, 2),
+        samples=np.array([ops[i].samples for i in drawn], dtype=np.int64).reshape(-1, 2),
+        moved_bytes=np.array(
+            [_moved_bytes(trace.program, i) if ops[i].kind in MOVING else 0 for i in interval], dtype=np.int64
+        ),
+        num_ops=np.ones(len(drawn), dtype=np.int64),
+    )
+
+
+def stream_order(key: tuple[int, Stream]) -> tuple[bool, int, int]:
+    """Sorts streams by device, the host last, in the order of ``Stream``."""
+    return key[0] == HOST, key[0], _STREAMS.index(key[1])
+
+
+def _row_key(op: Op) -> tuple[int, Stream]:
+    return op.device, Stream.PEER_OUT if op.kind is OpKind.SEND else op.stream
+
+
+def stream_name(machine: Machine, device: int, stream: Stream) -> str:
+    """``"gpu0 · swap in"``."""
+    owner = "host" if device == HOST else machine.devices[device].name
+    return f"{owner} · {'updates' if stream is Stream.HOST else label(stream)}"
+
+
+def _interval_sources(program: Program) -> dict[int, int]:
+    """SEND → the RECV that takes its blocks."""
+    ops = program.ops
+    return {
+        before: number
+        for number, op in enumerate(ops)
+        if op.kind is OpKind.RECV
+        for before in op.after
+        if ops[before].kind is OpKind.SEND and not set(ops[before].reads).isdisjoint(op.reads)
+    }
+
+
+def _moved_bytes(program: Program, number: int) -> int:
+    return sum(transfer.num_bytes for transfer in program.transfers(number))
+
+
+def thinned(bars: Lanes, makespan_s: float, *, limit: int) -> Lanes:
+    """At most about ``limit`` bars: short ones that start close together on a row become one bar per kind.
+
+    Busy seconds and bytes per row and kind stay what they are.
+    """
+    resolution_s, thin = makespan_s / _FINEST, bars
+    while len(thin) > limit and resolution_s < makespan_s:
+        thin = _merged(bars, resolution_s)
+        resolution_s *= 2
+    return thin
+
+
+def _merged(bars: Lanes, resolution_s: float) -> Lanes:
+    """Bars shorter than the resolution, merged per row, kind and stretch of that length; side by side in the stretch.
+
+    A longer bar ends the stretch it starts in, so the merged ones never reach into it.
+    """
+    short = bars.duration_s < resolution_s
+    few, bucket = bars.select(short), (bars.start_s[short] // resolution_s).astype(np.int64)
+    order = np.lexsort((few.start_s, few.kind, bucket, few.row))
+    few, bucket = few.select(order), bucket[order]
+    cell = _starts(few.row, bucket)
+    group = _starts(few.row, bucket, few.kind)
+    if not len(group):
+        return bars
+    duration = np.add.reduceat(few.duration_s, group)
+    before = np.concatenate(([0.0], np.cumsum(duration)[:-1]))
+    home = np.searchsorted(cell, group, side="right") - 1  # the cell of every group
+    first = np.searchsorted(group, cell)  # the first group of every cell
+    begin = np.minimum.reduceat(few.start_s, cell)[home] + before - before[first][home]
+    merged = replace(
+        few.select(group),
+        start_s=begin,
+        duration_s=duration,
+        layers=_hull(few.layers, group),
+        samples=_hull(few.samples, group),
+        moved_bytes=np.add.reduceat(few.moved_bytes, group),
+        num_ops=np.add.reduceat(few.num_ops, group),
+    )
+    return _joined(bars.select(~short), merged)
+
+
+def _starts(*keys: _Ints) -> _Ints:
+    """Where runs of equal keys start."""
+    if not len(keys[0]):
+        return np.zeros(0, dtype=np.int64)
+    changed = np.any([np.diff(key) != 0 for key in keys], axis=0)
+    return np.concatenate(([0], np.flatnonzero(changed) + 1))
+
+
+def _hull(ranges: _Ints, group: _Ints) -> _Ints:
+    low = np.minimum.reduceat(ranges[:, 0], group)
+    return np.stack([low, np.maximum.reduceat(ranges[:, 1], group)], axis=1)
+
+
+def _joined(one: Lanes, other: Lanes) -> Lanes:
+    arrays: dict[str, Any] = {name: np.concatenate([getattr(one, name), getattr(other, name)]) for name in _ARRAYS}
+    both = replace(one, **arrays)
+    return both.select(np.lexsort((both.start_s, both.row)))

@@ -1,0 +1,149 @@
+"""Swap volume: bytes moved by pack, by candidate and by link."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from harmony_lab.figures.lanes import stream_name, stream_order
+from harmony_lab.figures.scales import byte_unit
+from harmony_lab.figures.theme import SEQUENTIAL, TENSOR_COLOURS, dress, label
+from harmony_lab.figures.volumes import Volumes, volumes_of_candidates, volumes_of_packs
+from harmony_lab.machine import Direction, Hop
+from harmony_lab.program import Stream, TensorKind
+from harmony_lab.trace import Trace
+from harmony_lab.units import format_bytes
+
+__all__ = ["candidate_heatmap", "link_utilisation", "swap_heatmap"]
+
+_MOST_LABELLED_ROWS: Final = 60
+_MOST_LABELLED_COLUMNS: Final = 16
+_FEWEST_DECADES: Final = 2.0  # so that nearly equal volumes look alike
+_MOST_PIXELS: Final = 900
+
+
+def swap_heatmap(trace: Trace) -> go.Figure:
+    """Bytes that each pack moves, by direction and tensor kind, over one iteration; the scale is logarithmic."""
+    title = f"Bytes moved by pack, {format_bytes(trace.swap_bytes)} swapped in all"
+    return _heatmap(volumes_of_packs(trace), title)
+
+
+def candidate_heatmap(names: Sequence[str], traces: Sequence[Trace]) -> go.Figure:
+    """Bytes that each candidate moves in one iteration, by direction and tensor kind; the scale is logarithmic."""
+    return _heatmap(volumes_of_candidates(names, traces), "Bytes moved by candidate")
+
+
+def link_utilisation(trace: Trace) -> go.Figure:
+    """How busy every stream is, and what every link carries in each direction, by tensor kind."""
+    # A peer transfer takes its time where it arrives.
+    streams = sorted((key for key in trace.busy_s if key[1] is not Stream.PEER_OUT), key=stream_order)
+    hops = sorted({hop for hop, _ in trace.link_bytes}, key=lambda hop: (hop.link, hop.direction))
+    figure = make_subplots(
+        rows=1, cols=2, horizontal_spacing=0.24, subplot_titles=["Busy share of the iteration", "Bytes over each link"]
+    )
+    _busy_bars(figure, trace, streams)
+    _link_bars(figure, trace, hops)
+    rows = max(3, len(streams), len(hops))
+    figure.update_annotations(font_size=13)
+    figure.update_yaxes(autorange="reversed", showgrid=False, fixedrange=True)
+    figure.update_xaxes(rangemode="tozero")
+    dress(figure, title="", height=135 + 22 * rows, left=130, top=55)
+    figure.update_layout(barmode="stack", bargap=0.25)
+    return figure
+
+
+def _busy_bars(figure: go.Figure, trace: Trace, streams: Sequence[tuple[int, Stream]]) -> None:
+    shares = [trace.busy_fraction(device, stream) for device, stream in streams]
+    figure.add_trace(
+        go.Bar(
+            orientation="h",
+            y=[stream_name(trace.machine, device, stream) for device, stream in streams],
+            x=shares,
+            text=[f"{share:.0%}" for share in shares],
+            textposition="auto",
+            marker={"color": SEQUENTIAL[3]},
+            showlegend=False,
+            hovertemplate="%{y}: busy %{x:.1%}<extra></extra>",
+        ),
+        row=1,
+        col=1,
+    )
+    figure.update_xaxes(range=[0, 1], tickformat=".0%", row=1, col=1)
+
+
+def _link_bars(figure: go.Figure, trace: Trace, hops: Sequence[Hop]) -> None:
+    loads = {hop: sum(n for (h, _), n in trace.link_bytes.items() if h == hop) for hop in hops}
+    unit = byte_unit(max(loads.values(), default=0))
+    for kind in TensorKind:
+        num_bytes = [trace.link_bytes.get((hop, kind), 0) for hop in hops]
+        if any(num_bytes):
+            figure.add_trace(
+                go.Bar(
+                    orientation="h",
+                    y=[_hop_name(hop) for hop in hops],
+                    x=[n / unit.size for n in num_bytes],
+                    name=label(kind),
+                    marker={"color": TENSOR_COLOURS[kind]},
+                    customdata=[format_bytes(n) for n in num_bytes],
+                    hovertemplate="%{y}: %{customdata}",
+                ),
+                row=1,
+                col=2,
+            )
+    figure.update_xaxes(ticksuffix=f" {unit.name}", row=1, col=2)
+
+
+def _hop_name(hop: Hop) -> str:
+    return f"{hop.link} {'↓' if hop.direction is Direction.DOWN else '↑'}"
+
+
+def _heatmap(volumes: Volumes, title: str) -> go.Figure:
+    rows, columns = len(volumes.rows), len(volumes.columns)
+    present = volumes.num_bytes[volumes.num_bytes > 0]
+    height = min(_MOST_PIXELS, 135 + 26 * max(2, rows))
+    figure = go.Figure()
+    dress(figure, title=title, height=height, legend=False, left=90)
+    if not len(present):
+        figure.add_annotation(text="nothing is moved", showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
+        return figure
+    logs = np.log10(np.where(volumes.num_bytes > 0, volumes.num_bytes, np.nan))
+    high = float(np.log10(present.max()))
+    low = min(float(np.log10(present.min())) - 0.2, high - _FEWEST_DECADES)
+    texts = [[format_bytes(n) if n else "" for n in row] for row in volumes.num_bytes.tolist()]
+    labelled = rows <= _MOST_LABELLED_ROWS and columns <= _MOST_LABELLED_COLUMNS
+    figure.add_trace(
+        go.Heatmap(
+            x=[text.replace(" ", "<br>") for text in volumes.column_labels],
+            y=volumes.rows,
+            z=logs.astype(np.float32),
+            zmin=low,
+            zmax=high + 0.01,
+            text=texts,
+            texttemplate="%{text}" if labelled else None,
+            textfont={"size": 10},
+            colorscale=[[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)],
+            showscale=not labelled,
+            colorbar=_colorbar(low, high),
+            xgap=2,
+            ygap=2,
+            hovertemplate="%{y}<br>%{x}: %{text}<extra></extra>",
+            hoverongaps=False,
+        )
+    )
+    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    figure.update_xaxes(showgrid=False, type="category", tickangle=0, tickfont={"size": 10})
+    return figure
+
+
+def _colorbar(low: float, high: float) -> dict[str, object]:
+    sizes = [1024**power * step for power in range(5) for step in (1, 4, 16, 64, 256)]
+    shown = [size for size in sizes if low <= np.log10(size) <= high + 0.01]
+    shown = shown[:: -(-len(shown) // 4) or 1]
+    return {
+        "tickvals": [float(np.log10(size)) for size in shown],
+        "ticktext": [format_bytes(size) for size in shown],
+        "thickness": 12,
+        "outlinewidth": 0,
+    }

@@ -1,0 +1,89 @@
+"""Figures of rankings, profiles and losses show the numbers they are given."""
+
+import pytest
+import toy_profiles
+from figures.pipelines import MIB, ranking, small_profile
+
+from harmony_lab.errors import OutOfRangeError
+from harmony_lab.figures.candidates import candidates_scatter
+from harmony_lab.figures.loss import loss_curve
+from harmony_lab.figures.profile import profile_figure
+from harmony_lab.figures.tables import candidates_html, profile_html
+from harmony_lab.figures.theme import MODE_COLOURS, OP_COLOURS, TENSOR_COLOURS
+from harmony_lab.plan import Mode
+from harmony_lab.planner.search import search
+from harmony_lab.program import OpKind, TensorKind
+
+
+def test_every_candidate_is_a_point_of_its_modes_colour() -> None:
+    frame = ranking()
+    figure = candidates_scatter(frame)
+    for points, mode in zip(figure.data, Mode, strict=False):
+        rows = frame[frame["mode"] == mode.value]
+        assert points.marker.color == MODE_COLOURS[mode]
+        assert points.x == pytest.approx(rows["peak_bytes"] / MIB)
+        assert points.y == pytest.approx(rows["step_s"] * 1e3)
+        assert list(points.customdata) == rows["rank"].tolist()
+    best = figure.data[-1]
+    assert (best.x[0], best.y[0]) == pytest.approx((frame["peak_bytes"][0] / MIB, frame["step_s"][0] * 1e3))
+
+
+def test_no_candidates_draw() -> None:
+    assert len(candidates_scatter(ranking().iloc[:0]).data) == 0
+
+
+def test_the_table_has_units_and_says_what_it_leaves_out() -> None:
+    table = candidates_html(ranking(), limit=5)
+    assert table.count("<tr>") == 6
+    assert "310 ms" in table
+    assert "MiB" in table
+    assert "and 7 more" in table
+    assert "more" not in candidates_html(ranking(), limit=12)
+
+
+def test_one_pack_is_singular_and_no_forward_pack_is_said() -> None:
+    frame = ranking().iloc[:1].assign(num_forward_packs=0, num_backward_packs=1, backward_microbatch_size=8)
+    table = candidates_html(frame)
+    assert "<td>in backward</td><td>1 pack × 8</td>" in table
+
+
+@pytest.mark.parametrize("size", [None, 2, 3])
+def test_profile_bars_are_the_costs_at_that_microbatch_size(size: int | None) -> None:
+    profile = small_profile()
+    figure = profile_figure(profile, size)
+    forward, backward, parameters, saved = figure.data
+    costs = [profile.cost(layer, size or 4) for layer in range(len(profile))]
+    assert forward.y == pytest.approx([cost.forward_s * 1e3 for cost in costs])
+    assert backward.y == pytest.approx([cost.backward_s * 1e3 for cost in costs])
+    assert parameters.y == pytest.approx([layer.parameter_bytes / MIB for layer in profile.layers])
+    assert saved.y == pytest.approx([cost.saved_bytes / MIB for cost in costs])
+    assert forward.marker.color == OP_COLOURS[OpKind.FORWARD]
+    assert saved.marker.color == TENSOR_COLOURS[TensorKind.SAVED]
+
+
+def test_a_profile_is_not_drawn_beyond_what_was_measured() -> None:
+    with pytest.raises(OutOfRangeError):
+        profile_figure(small_profile(), 8)
+
+
+def test_the_profile_table_has_a_row_per_layer_and_escapes_names() -> None:
+    table = profile_html(small_profile(3))
+    assert table.count("<tr>") == 4
+    assert "6.00 MiB" in table
+    assert "<script>" not in profile_html(small_profile(3, first_name="<script>"))
+
+
+def test_losses_are_drawn_by_step() -> None:
+    line = loss_curve([3.0, 2.5, 2.0]).data[0]
+    assert list(line.x) == [1, 2, 3]
+    assert list(line.y) == [3.0, 2.5, 2.0]
+    assert loss_curve([]).layout.title.text == "Loss: no step yet"
+
+
+def test_the_planners_ranking_draws() -> None:
+    result = search(toy_profiles.profile(4), toy_profiles.gpus(2), 4)
+    frame = result.to_frame()
+    assert list(frame.columns) == list(ranking().columns)
+    assert sum(len(points.x) for points in candidates_scatter(frame).data[:-1]) == len(frame)
+    assert str(len(frame)) in candidates_scatter(frame).layout.title.text
+    assert candidates_html(frame, limit=len(frame)).count("<tr>") == len(frame) + 1
