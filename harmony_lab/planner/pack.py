@@ -80,7 +80,7 @@ class PackCosts:
         for layer in range(start, stop):
             alive = saved[layer - start] + self.profile.cost(layer, size).backward_peak_bytes
             alive += self._passing_gradient_bytes(layer, size)
-            if layer == stop - 1:
+            if layer == stop - 1 < len(self.profile) - 1:  # the loss's own gradient is no block
                 alive -= self.boundary_gradient_bytes(stop, size)
             if layer == start:
                 alive -= self.boundary_gradient_bytes(start, size)

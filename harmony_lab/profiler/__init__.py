@@ -1,0 +1,1 @@
+"""From a model to layers and what they cost: decompose, measure, estimate."""

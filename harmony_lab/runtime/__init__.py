@@ -1,0 +1,1 @@
+"""Running a Program: backends, executor, host store, optimizer."""

@@ -1,0 +1,73 @@
+"""Emulated devices: host memory behind links of a given bandwidth, freed memory poisoned."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from harmony_lab.machine import HOST, Machine
+from harmony_lab.program import Stream
+from harmony_lab.runtime.backend import Copy
+from harmony_lab.runtime.links import EmulatedLinks
+
+__all__ = ["EmulatedBackend", "poison"]
+
+
+class EmulatedBackend:
+    """Devices made of host memory.
+
+    Transfers really copy and take at least the time that the machine's links, fairly shared, give them.  Each device
+    computes with its ``compute_threads``.
+    """
+
+    pins_host_memory = False
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._links = EmulatedLinks(machine)
+
+    def begin(self) -> None:
+        self._links.begin()
+
+    def abort(self) -> None:
+        self._links.abort()
+
+    def torch_device(self, device: int) -> torch.device:
+        return torch.device("cpu")
+
+    def enter_worker(self, device: int, stream: Stream) -> None:
+        torch.get_num_threads()  # torch's first call in a thread sets that thread's number
+        if device == HOST:
+            torch.set_num_threads(self._machine.host.update_threads)
+        else:
+            torch.set_num_threads(self._machine.devices[device].compute_threads if stream is Stream.COMPUTE else 1)
+
+    def running(self, device: int, stream: Stream) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def transfer(self, copies: Sequence[Copy]) -> None:
+        with (
+            self._links.carrying([(copy.source, copy.destination, copy.num_bytes) for copy in copies]),
+            torch.no_grad(),
+        ):
+            for copy in copies:
+                for to, source in copy.pairs:
+                    to.copy_(source)
+
+    def reduce(self, device: int, shards: Sequence[Sequence[Tensor]], traffic: Sequence[tuple[int, int, int]]) -> None:
+        with self._links.carrying(traffic), torch.no_grad():
+            for total, *others in zip(*shards, strict=True):
+                for part in others:
+                    total.add_(part)
+                for part in others:
+                    part.copy_(total)
+
+    def released(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            poison(tensor)
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill a tensor's storage so that who reads it late sees NaN in floats of any width, -1 in integers."""
+    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0xFF)

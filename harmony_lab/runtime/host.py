@@ -1,0 +1,133 @@
+"""HostStore: the user's own parameters, gathered into one arena so that a pack is one transfer."""
+
+import logging
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harmony_lab.errors import HarmonyError, TrainingError
+from harmony_lab.layers import LayerSequence
+from harmony_lab.program import TensorKind
+from harmony_lab.runtime.layout import Layout, Layouts
+from harmony_lab.units import format_bytes
+
+__all__ = ["HostStore"]
+
+_log = logging.getLogger("harmony_lab")
+
+
+class _Run(NamedTuple):
+    """Bytes that lie next to each other both in the arena and in a pack's block."""
+
+    arena_offset: int
+    block_offset: int
+    num_bytes: int
+
+
+class HostStore:
+    """The master copies: while a store is open, the model's parameters are views of its arena, in layer order.
+
+    So ``model.state_dict()`` is always current.  Gathering takes the memory of one more parameter at a time.  Buffers
+    stay where they are.  ``close`` gives the parameters storage of their own again.
+    """
+
+    def __init__(self, layers: LayerSequence, layouts: Layouts, *, pin: bool = False) -> None:
+        self._layers = layers
+        self._layouts = layouts
+        self._pinned = False
+        self._runs: dict[tuple[int, int], list[_Run]] = {}
+        self._whole = layouts.of(TensorKind.WEIGHT, (0, len(layers)))
+        _refuse_off_host(layers)
+        _refuse_overlaps((piece.name, layers.tensors[piece.name]) for piece in self._whole.pieces)
+        self._arena = torch.empty(self._whole.num_bytes, dtype=torch.uint8)
+        with torch.no_grad():
+            for name, view in self._whole.views(self._arena).items():
+                parameter = layers.tensors[name]
+                view.copy_(parameter)
+                parameter.data = view
+        if pin and self._whole.num_bytes:
+            self._pin()
+
+    def _pin(self) -> None:
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._pinned = int(cudart.cudaHostRegister(self._arena.data_ptr(), self._arena.nbytes, 0)) == 0
+        if not self._pinned:
+            _log.warning(
+                "the system does not let %s of parameters be page-locked: copies to devices are staged and slower",
+                format_bytes(self._arena.nbytes),
+            )
+
+    def check_in_place(self) -> None:
+        """Raises ``TrainingError`` where somebody has given a parameter another storage since the store was opened."""
+        start = self._arena.data_ptr()
+        for piece in self._whole.pieces:
+            if self._layers.tensors[piece.name].data_ptr() != start + piece.offset and piece.num_bytes:
+                raise TrainingError(
+                    f"parameter {piece.name!r} has been moved to other memory since training was set up (model.to(), "
+                    "another Trainer or Lab on the same model, an assignment to .data): close this one, make a new one"
+                )
+
+    def parts_of(self, pack: tuple[int, int]) -> list[tuple[Tensor, int]]:
+        """The parameters of layers [start, stop): flat parts of the arena, each with its offset in the pack's block."""
+        runs = self._runs.get(pack)
+        if runs is None:
+            runs = self._runs[pack] = _runs(self._whole, self._layouts.of(TensorKind.WEIGHT, pack))
+        return [(self._arena[run.arena_offset : run.arena_offset + run.num_bytes], run.block_offset) for run in runs]
+
+    def buffers_of(self, pack: tuple[int, int]) -> Tensor:
+        """A flat copy of the present buffers of layers [start, stop)."""
+        layout = self._layouts.of(TensorKind.BUFFER, pack)
+        flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        for name, view in layout.views(flat).items():
+            view.copy_(self._layers.tensors[name])
+        return flat
+
+    def close(self) -> None:
+        """Give each parameter that is still a view of the arena its own storage; may be called again."""
+        arena = self._arena
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(arena.data_ptr())  # type: ignore[no-untyped-call]
+            self._pinned = False
+        for piece in self._whole.pieces:
+            parameter = self._layers.tensors[piece.name]
+            if parameter.untyped_storage().data_ptr() == arena.data_ptr():
+                parameter.data = parameter.detach().clone()
+        self._whole = Layout(pieces=())
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._runs.clear()
+
+
+def _runs(whole: Layout, pack: Layout) -> list[_Run]:
+    runs: list[_Run] = []
+    for piece in pack.pieces:
+        arena_offset, num_bytes = whole.by_name[piece.name].offset, piece.stop - piece.offset
+        last = runs[-1] if runs else None
+        if last is not None and last.arena_offset + last.num_bytes == arena_offset:
+            runs[-1] = last._replace(num_bytes=last.num_bytes + num_bytes)
+        else:
+            runs.append(_Run(arena_offset, piece.offset, num_bytes))
+    return runs
+
+
+def _refuse_off_host(layers: LayerSequence) -> None:
+    names = [*layers.state, *layers.buffer_state]
+    elsewhere = [name for name in names if layers.tensors[name].device.type != "cpu"]
+    if elsewhere:
+        device = layers.tensors[elsewhere[0]].device
+        raise HarmonyError(
+            f"{len(elsewhere)} of the model's parameters and buffers are not in host memory, {elsewhere[0]!r} is on "
+            f"{device}: call model.cpu() before training; packs move to the devices when their turn comes"
+        )
+
+
+def _refuse_overlaps(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name) for name, tensor in parameters)
+    for (_, stop, name), (start, _, other) in pairwise(ranges):
+        if start < stop:
+            raise HarmonyError(
+                f"parameters {name!r} and {other!r} are two Parameter objects over the same memory, so updating one "
+                "would change the other: tie weights by using one Parameter in both places"
+            )

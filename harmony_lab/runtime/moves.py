@@ -1,0 +1,167 @@
+"""Moves: which tensors an op copies from where to where.  Builds lists of copies; the backend carries them out."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harmony_lab.layers import LayerSequence, TensorSpec
+from harmony_lab.machine import HOST
+from harmony_lab.program import Op, Program, TensorKind, shard_bounds
+from harmony_lab.runtime.backend import Copy
+from harmony_lab.runtime.blocks import Blocks, Values
+from harmony_lab.runtime.host import HostStore
+from harmony_lab.runtime.layout import Layouts
+
+__all__ = ["Reduction", "batch_slice", "receive", "reduction", "swap_in", "swap_out"]
+
+_FLAT = (TensorKind.WEIGHT, TensorKind.BUFFER, TensorKind.GRADIENT)
+_Pairs = list[tuple[Tensor, Tensor]]
+_Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+def batch_slice(
+    layers: LayerSequence, names: Sequence[str], batch: Mapping[str, Tensor], samples: tuple[int, int], num_samples: int
+) -> Values:
+    """Those entries of a batch of ``num_samples``, cut to the samples [start, stop)."""
+    whole = (0, num_samples)
+    return {name: _cut(batch[name], layers.batch_by_name[name], whole, samples) for name in names}
+
+
+def swap_in(
+    op: Op, program: Program, layers: LayerSequence, blocks: Blocks, store: HostStore, batch: Mapping[str, Tensor]
+) -> list[Copy]:
+    """Allocates what the op writes."""
+    copies = []
+    for index in op.writes:
+        block = program.blocks[index]
+        match block.kind:
+            case TensorKind.WEIGHT:
+                memory = blocks.allocate_flat(index, op).memory
+                pairs = [(memory[at : at + part.nbytes], part) for part, at in store.parts_of(block.layers)]
+            case TensorKind.BUFFER:
+                pairs = [(blocks.allocate_flat(index, op).memory, store.buffers_of(block.layers))]
+            case TensorKind.GRADIENT:
+                (source,) = (i for i in op.reads if program.blocks[i]._replace(device=block.device) == block)
+                pairs = [(blocks.allocate_flat(index, op).memory, blocks.flat(source).memory)]
+            case TensorKind.INPUT:
+                names = layers.batch_inputs_of(*block.layers)
+                parts = batch_slice(layers, names, batch, block.samples, program.minibatch_size)
+                values = blocks.allocate_values(index, op, _shapes(parts))
+                pairs = [(values[name], part) for name, part in parts.items()]
+            case _:
+                pairs = _assemble(index, op, program, layers, blocks)
+        copies.append(Copy(HOST, op.device, block.kind, pairs))
+    return copies
+
+
+def _assemble(index: int, op: Op, program: Program, layers: LayerSequence, blocks: Blocks) -> _Pairs:
+    """One block of values from the host blocks that hold its samples, wherever those were cut."""
+    block = program.blocks[index]
+    sources = [
+        (program.blocks[i].samples, blocks.values(i))
+        for i in op.reads
+        if program.blocks[i].kind is block.kind and program.blocks[i].layers == block.layers
+    ]
+    specs = {spec.name: spec for spec in layers.boundaries[block.layers[0]]}
+    first, last = block.samples
+    parts = [
+        ((max(first, start), min(last, stop)), (start, stop), source)
+        for (start, stop), source in sources
+        if max(first, start) < min(last, stop)
+    ]
+    assert sum(cut[1] - cut[0] for cut, _, _ in parts) == last - first, f"{op}: its reads do not cover {block}"
+    _, samples, example = parts[0]
+    shapes = {
+        name: (_resized(tensor, specs[name], samples, block.samples), tensor.dtype) for name, tensor in example.items()
+    }
+    values = blocks.allocate_values(index, op, shapes)
+    return [
+        (_cut(values[name], specs[name], block.samples, cut), _cut(tensor, specs[name], samples, cut))
+        for cut, samples, source in parts
+        for name, tensor in source.items()
+    ]
+
+
+def swap_out(
+    op: Op, program: Program, blocks: Blocks, layouts: Layouts
+) -> tuple[list[Copy], dict[tuple[int, int], Mapping[str, Tensor]]]:
+    """Allocates the host blocks that the op writes.  Also returns host tensors of the buffers it moves, by pack."""
+    copies = []
+    buffers: dict[tuple[int, int], Mapping[str, Tensor]] = {}
+    destinations = iter(op.writes)
+    for index in op.reads:
+        block = program.blocks[index]
+        if block.kind is TensorKind.BUFFER:
+            memory = blocks.flat(index).memory
+            staging = torch.empty_like(memory, device="cpu")
+            buffers[block.layers] = layouts.of(block.kind, block.layers).views(staging)
+            pairs = [(staging, memory)]
+        else:
+            pairs = _duplicate(index, next(destinations), op, program, blocks)
+        copies.append(Copy(op.device, HOST, block.kind, pairs))
+    return copies, buffers
+
+
+def receive(op: Op, program: Program, blocks: Blocks) -> list[Copy]:
+    """Allocates what the op writes."""
+    copies = []
+    for source, destination in zip(op.reads, op.writes, strict=True):
+        pairs = _duplicate(source, destination, op, program, blocks)
+        block = program.blocks[source]
+        copies.append(Copy(block.device, op.device, block.kind, pairs))
+    return copies
+
+
+def _duplicate(source: int, destination: int, op: Op, program: Program, blocks: Blocks) -> _Pairs:
+    """Allocate a block with the shape of another."""
+    if program.blocks[source].kind in _FLAT:
+        return [(blocks.allocate_flat(destination, op).memory, blocks.flat(source).memory)]
+    given = blocks.values(source)
+    values = blocks.allocate_values(destination, op, _shapes(given))
+    return [(values[name], tensor) for name, tensor in given.items()]
+
+
+class Reduction(NamedTuple):
+    """One shard of a pack's gradients: on each device, as lists of typed tensors; and what summing it moves."""
+
+    shards: list[list[Tensor]]
+    traffic: list[tuple[int, int, int]]
+
+
+def reduction(op: Op, program: Program, blocks: Blocks, layouts: Layouts) -> Reduction:
+    """The shard that this op's device sums up."""
+    parts = [program.blocks[index] for index in op.reads]
+    rank = next(i for i, block in enumerate(parts) if block.device == op.device)
+    start, stop = shard_bounds(parts[rank].num_bytes, len(parts), rank)
+    layout = layouts.of(TensorKind.GRADIENT, parts[rank].layers)
+    shards = [layout.spans(blocks.flat(index).memory, start, stop) for index in op.reads]
+    num_bytes = sum(part.nbytes for part in shards[rank])
+    peers = [block.device for block in parts if block.device != op.device]
+    traffic = [(peer, op.device, num_bytes) for peer in peers] + [(op.device, peer, num_bytes) for peer in peers]
+    return Reduction(shards, traffic)
+
+
+def _cut(tensor: Tensor, spec: TensorSpec, samples: tuple[int, int], wanted: tuple[int, int]) -> Tensor:
+    """The part of a tensor over ``samples`` that belongs to the samples ``wanted``."""
+    if spec.batch_dim is None:
+        return tensor
+    per_sample = tensor.shape[spec.batch_dim] // (samples[1] - samples[0])
+    return tensor.narrow(spec.batch_dim, (wanted[0] - samples[0]) * per_sample, (wanted[1] - wanted[0]) * per_sample)
+
+
+def _resized(tensor: Tensor, spec: TensorSpec, samples: tuple[int, int], wanted: tuple[int, int]) -> torch.Size:
+    """The shape that a tensor over ``samples`` has over the samples ``wanted``."""
+    shape = list(tensor.shape)
+    if spec.batch_dim is None:
+        assert samples == wanted, (
+            f"{spec.name} has no batch dimension and cannot be cut from samples {samples} to {wanted}"
+        )
+    else:
+        shape[spec.batch_dim] = shape[spec.batch_dim] // (samples[1] - samples[0]) * (wanted[1] - wanted[0])
+    return torch.Size(shape)
+
+
+def _shapes(values: Values) -> _Shapes:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in values.items()}

@@ -1,0 +1,204 @@
+"""Workers: one thread per queue of a Program, which take its ops in order and wait for what each comes after."""
+
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from harmony_lab.machine import HOST
+from harmony_lab.program import Op, Program, Stream
+from harmony_lab.runtime.backend import StepAborted
+from harmony_lab.runtime.failures import Failure, capture
+from harmony_lab.trace import Floats
+
+__all__ = ["Job", "Workers"]
+
+_Key = tuple[int, Stream]
+_Inbox: TypeAlias = "SimpleQueue[Job | None]"
+_LONGEST_DELAY_S = 2e-3
+_INTERRUPT_CHECK_S = 0.1
+"""An interrupt that no signal brings (a kernel's message) is noticed when the main thread runs Python code."""
+
+
+class Job:
+    """One step: every op of a program once.
+
+    The first error wins: it ends the job, waiting threads wake and no further op starts.  ``conclude(success)`` runs in
+    the last thread to finish, whatever happened.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        perform: Callable[[int, Op], None],
+        conclude: Callable[[bool], None],
+        abort: Callable[[], None],
+        chaos: str | None = None,
+    ) -> None:
+        self.program = program
+        self.origin_s = time.perf_counter()
+        self.failure: Failure | None = None
+        self.finished = threading.Event()
+        self._perform = perform
+        self._conclude = conclude
+        self._abort = abort
+        self._chaos = chaos
+        self._aborted = threading.Event()
+        self._lock = threading.Lock()
+        self._unfinished = set(program.queues)
+        self._waits = _waits(program)
+        self._done = {index: threading.Event() for waits in self._waits for index in waits}
+        self._starts_s = [0.0] * len(program.ops)
+        self._ends_s = [0.0] * len(program.ops)
+
+    @property
+    def times_s(self) -> tuple[Floats, Floats]:
+        """Start and end of every op."""
+        return np.array(self._starts_s), np.array(self._ends_s)
+
+    def abort(self) -> None:
+        """No further op starts; threads that wait go home."""
+        self._aborted.set()
+        self._abort()
+        for event in self._done.values():
+            event.set()
+
+    def work(self, key: _Key) -> None:
+        """Run the ops of one queue, in that queue's thread."""
+        where = "the end of the step"
+        try:
+            rng = None if self._chaos is None else random.Random(f"{self._chaos}/{key}")
+            for index in self.program.queues[key]:
+                where = f"op {index}, {self.program.ops[index]}"
+                if not self._take(index, rng):
+                    break
+        except StepAborted:
+            pass
+        except BaseException as error:
+            self._fail(where, error)
+        self._leave(key)
+
+    def _take(self, index: int, rng: random.Random | None) -> bool:
+        for earlier in self._waits[index]:
+            self._done[earlier].wait()
+        self._delay(rng)
+        if self._aborted.is_set():
+            return False
+        self._starts_s[index] = time.perf_counter() - self.origin_s
+        self._perform(index, self.program.ops[index])
+        self._delay(rng)
+        self._ends_s[index] = time.perf_counter() - self.origin_s
+        if (done := self._done.get(index)) is not None:
+            done.set()
+        return True
+
+    def _delay(self, rng: random.Random | None) -> None:
+        if rng is not None and rng.random() < 0.5:
+            self._aborted.wait(rng.random() * _LONGEST_DELAY_S)
+
+    def _fail(self, where: str, error: BaseException) -> None:
+        with self._lock:
+            if self.failure is None:
+                self.failure = capture(where, error)
+        self.abort()
+
+    def _leave(self, key: _Key) -> None:
+        with self._lock:
+            last = key in self._unfinished and len(self._unfinished) == 1
+            self._unfinished.discard(key)
+        if last:
+            try:
+                self._conclude(not self._aborted.is_set())
+            except BaseException as error:
+                self._fail("the end of the step", error)
+            self.finished.set()
+
+
+class Workers:
+    """The threads, kept from step to step and joined by ``close``.  ``enter(device, stream)`` runs first in each.
+
+    Threads end by themselves when their Workers are forgotten.  They hold up no interpreter that exits: between steps
+    they only wait.
+    """
+
+    def __init__(self, enter: Callable[[int, Stream], None]) -> None:
+        self._enter = enter
+        self._threads: dict[_Key, threading.Thread] = {}
+        self._inboxes: dict[_Key, _Inbox] = {}
+        self._dismiss = weakref.finalize(self, _dismiss, self._inboxes)
+
+    def prepare(self, program: Program) -> None:
+        """Start the threads that are missing."""
+        missing = [key for key in program.queues if key not in self._threads]
+        if not missing:
+            return
+        num_threads = torch.get_num_threads()
+        for key in missing:
+            device, stream = key
+            name = f"harmony-{'host' if device == HOST else f'd{device}'}.{stream}"
+            inbox: _Inbox = SimpleQueue()
+            entered = threading.Event()
+            arguments = (self._enter, key, inbox, entered)
+            thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
+            thread.start()
+            self._threads[key], self._inboxes[key] = thread, inbox
+            entered.wait()
+        torch.set_num_threads(num_threads)  # what a worker sets for itself also became the default of later threads
+
+    def run(self, job: Job) -> None:
+        """Run a job to its end.  ``KeyboardInterrupt`` here aborts it, and is raised once all threads are idle."""
+        pending = list(job.program.queues)
+        try:
+            while pending:
+                self._inboxes[pending[-1]].put(job)
+                pending.pop()
+            while not job.finished.wait(_INTERRUPT_CHECK_S):
+                pass
+        except BaseException:
+            job.abort()
+            self._drain(job, pending)
+            raise
+
+    def _drain(self, job: Job, pending: list[_Key]) -> None:
+        for key in pending:
+            self._inboxes[key].put(job)
+        while not job.finished.is_set():
+            try:
+                job.finished.wait()
+            except KeyboardInterrupt:
+                continue  # asked for already
+
+    def close(self) -> None:
+        """Join all threads."""
+        self._dismiss()
+        for thread in self._threads.values():
+            thread.join()
+        self._threads.clear()
+
+
+def _serve(enter: Callable[[int, Stream], None], key: _Key, inbox: _Inbox, entered: threading.Event) -> None:
+    enter(*key)
+    entered.set()
+    while (job := inbox.get()) is not None:
+        job.work(key)
+        del job
+
+
+def _dismiss(inboxes: dict[_Key, _Inbox]) -> None:
+    for inbox in inboxes.values():
+        inbox.put(None)
+
+
+def _waits(program: Program) -> list[list[int]]:
+    """For each op, the ops it comes after that its own queue does not already put before it."""
+    waits = []
+    for op in program.ops:
+        others = [i for i in op.after if (program.ops[i].device, program.ops[i].stream) != (op.device, op.stream)]
+        waits.append(others)
+    return waits

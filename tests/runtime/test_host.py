@@ -1,0 +1,105 @@
+"""The store over the user's own parameters."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_layers import build, layer, mlp
+from torch import Tensor
+
+from harmony_lab.errors import HarmonyError, TrainingError
+from harmony_lab.layers import LayerSequence
+from harmony_lab.program import TensorKind
+from harmony_lab.runtime.host import HostStore
+from harmony_lab.runtime.layout import Layouts
+
+
+def opened(layers: LayerSequence) -> tuple[HostStore, Layouts]:
+    layouts = Layouts(layers)
+    return HostStore(layers, layouts), layouts
+
+
+def read(store: HostStore, layouts: Layouts, pack: tuple[int, int]) -> dict[str, Tensor]:
+    """A pack's parameters by way of its parts."""
+    layout = layouts.of(TensorKind.WEIGHT, pack)
+    block = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for part, offset in store.parts_of(pack):
+        block[offset : offset + part.nbytes] = part
+    return layout.views(block)
+
+
+def test_opening_keeps_values_and_objects_and_makes_them_views_of_one_arena() -> None:
+    layers = mlp()
+    before = {name: (tensor, tensor.detach().clone()) for name, tensor in layers.tensors.items()}
+    opened(layers)
+    for name, (tensor, value) in before.items():
+        assert layers.tensors[name] is tensor
+        assert torch.equal(tensor.detach(), value)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in layers.tensors.values()}) == 1
+
+
+def test_a_pack_of_consecutive_layers_is_one_part() -> None:
+    layers = mlp(depth=4)
+    store, layouts = opened(layers)
+    for pack in ((0, 4), (1, 3), (2, 5)):
+        assert len(store.parts_of(pack)) == 1
+        for name, value in read(store, layouts, pack).items():
+            assert torch.equal(value, layers.tensors[name].detach())
+
+
+def test_a_shared_parameter_lies_once_in_the_arena_and_comes_with_every_pack_that_reads_it() -> None:
+    def function(parameters, buffers, inputs, batch, call):  # type: ignore[no-untyped-def]
+        (x,) = (*inputs, *batch)
+        return (x * parameters[0] + parameters[1],) if call.samples else ()
+
+    tensors = {name: torch.randn(5).requires_grad_() for name in ("shared", "a", "b")}
+    layers = build(
+        [
+            layer("first", function, parameters=("shared", "a"), batch_inputs=("x",), outputs=("v",)),
+            layer("last", function, parameters=("b", "shared"), inputs=("v",), outputs=("loss",)),
+        ],
+        tensors,
+        {"x": torch.randn(4, 5)},
+    )
+    store, layouts = opened(layers)
+    assert tensors["shared"].untyped_storage().nbytes() == 3 * 64
+    assert list(read(store, layouts, (1, 2))) == ["b", "shared"]
+    for name, value in read(store, layouts, (1, 2)).items():
+        assert torch.equal(value, tensors[name].detach())
+
+
+def test_closing_gives_every_parameter_its_own_storage_and_keeps_values() -> None:
+    layers = mlp()
+    store, _ = opened(layers)
+    with torch.no_grad():
+        layers.tensors["0.weight"].fill_(7.0)
+    store.close()
+    store.close()
+    assert (layers.tensors["0.weight"] == 7).all()
+    for tensor in layers.tensors.values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_parameter_moved_by_somebody_else_is_noticed_and_left_alone_on_closing() -> None:
+    layers = mlp()
+    first, _ = opened(layers)
+    second, _ = opened(layers)
+    with pytest.raises(TrainingError, match=r"'0\.weight' has been moved"):
+        first.check_in_place()
+    second.check_in_place()
+    first.close()
+    second.check_in_place()
+
+
+def test_parameters_off_the_host_are_refused_with_the_cure() -> None:
+    layers = mlp()
+    elsewhere = replace(layers, tensors={**layers.tensors, "1.bias": torch.empty(8, device="meta")})
+    with pytest.raises(HarmonyError, match=r"'1\.bias' is on meta: call model\.cpu\(\)"):
+        opened(elsewhere)
+
+
+def test_two_parameters_over_one_memory_are_refused() -> None:
+    layers = mlp()
+    alias = layers.tensors["0.weight"].detach().requires_grad_()
+    with pytest.raises(HarmonyError, match="two Parameter objects over the same memory"):
+        opened(replace(layers, tensors={**layers.tensors, "1.weight": alias}))
