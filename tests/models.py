@@ -9,7 +9,6 @@ from torch.nn import functional
 __all__ = [
     "MLP",
     "ConvNet",
-    "clone_of",
     "dropout_mlp",
     "gpt2",
     "gpt2_batch",
@@ -126,13 +125,6 @@ def mlp_batch(samples: int, *, features: int = 8, classes: int = 5, seed: int = 
     return torch.randn(samples, features, generator=generator), torch.randint(
         0, classes, (samples,), generator=generator
     )
-
-
-def clone_of(model: nn.Module) -> nn.Module:
-    """A copy with tensors of its own, ties kept."""
-    from copy import deepcopy
-
-    return deepcopy(model)
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, Any]:

@@ -185,8 +185,7 @@ def _match(tree: Any, value: Any, where: str) -> Iterator[torch.Tensor]:
         if type(value) is not type(tree.value) or (value is not tree.value and value != tree.value):
             raise DecomposeError(
                 f"{where} is {value!r}, but the model was decomposed with {tree.value!r}: values that are not "
-                "tensors are "
-                "fixed; decompose again with an example batch that has this value"
+                "tensors are fixed; decompose again with an example batch that has this value"
             )
     else:
         container = _children(value)

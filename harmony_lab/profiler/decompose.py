@@ -182,8 +182,8 @@ class _Assembly:
             if name is not None:
                 raise DecomposeError(
                     f"the output of {piece.segment.name} depends on buffer {name}, which the forward pass itself "
-                    "updates: backward recomputes the forward pass and would see the updated value; keep that state outside the "
-                    "model, or compute the loss without it"
+                    "updates: backward recomputes the forward pass and would see the updated value; keep that state "
+                    "outside the model, or compute the loss without it"
                 )
 
     def _check_no_value_changes_later(self) -> None:
@@ -195,8 +195,8 @@ class _Assembly:
                     if self.place[value] < between < layer and self.flow.writes[writer] & self.flow.roots[value]:
                         raise DecomposeError(
                             f"in-place op {describe(writer)} changes a value of an earlier layer that a later one "
-                            f"reads too ({describe(value)}): make it out of place (inplace=False), or move the cut with "
-                            "cut=[...]"
+                            f"reads too ({describe(value)}): make it out of place (inplace=False), or move the cut "
+                            "with cut=[...]"
                         )
 
     # -- layers ---------------------------------------------------------------------------------------------------

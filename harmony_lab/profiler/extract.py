@@ -175,8 +175,8 @@ class _Builder:
             if len({self.copies[node] for node in touched}) > 1 and group is not given:
                 raise DecomposeError(
                     f"an in-place op changes {describe(touched[0])}, which shares memory with "
-                    f"{describe(touched[1])}, and both cross "
-                    "a cut between layers: make the op out of place (inplace=False), or move the cut with cut=[...]"
+                    f"{describe(touched[1])}, and both cross a cut between layers: make the op out of place "
+                    "(inplace=False), or move the cut with cut=[...]"
                 )
             clones: dict[fx.Node, fx.Node] = {}
             for node in touched:
@@ -271,8 +271,8 @@ def _refuse_device_constants(region: fx.GraphModule, node: fx.Node) -> None:
         ):
             raise DecomposeError(
                 f"{describe(inner)} creates a tensor on a fixed device inside a region of its own "
-                f"({describe(node)}): create it on "
-                "the device of another tensor, or outside the torch.no_grad, autocast or control-flow region"
+                f"({describe(node)}): create it on the device of another tensor, or outside the torch.no_grad, "
+                "autocast or control-flow region"
             )
 
 

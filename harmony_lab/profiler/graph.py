@@ -113,8 +113,8 @@ def batch_dim(node: fx.Node, symbol: Any) -> tuple[int | None, int]:
             shape = tuple(str(length) for length in node.meta["val"].shape)
             raise DecomposeError(
                 f"the tensor of {describe(node)} has shape {shape}, which is not one dimension that grows with the "
-                "number of "
-                f"samples ({symbol}); pass cut=[...] with names of modules between which only ordinary activations flow"
+                f"number of samples ({symbol}); pass cut=[...] with names of modules between which only ordinary "
+                "activations flow"
             )
         if factor[0] != 0:
             found = (dim, factor[0])
@@ -245,8 +245,7 @@ def _updated_buffers(
             if source.role == "parameter":
                 raise DecomposeError(
                     f"{describe(node)} writes to parameter {source.name} during the forward pass; a layer may only "
-                    "read "
-                    "parameters: change the parameter outside forward, or register what changes as a buffer"
+                    "read parameters: change the parameter outside forward, or register what changes as a buffer"
                 )
             if source.role == "buffer":
                 updated.add(source.name)
