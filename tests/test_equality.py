@@ -1,10 +1,12 @@
-"""Training under any plan equals plain PyTorch: losses, parameters, optimizer state, buffers; bytes equal the simulator's."""
+"""Training under any plan equals plain PyTorch: losses, parameters, optimizer state, buffers; bytes equal the
+simulator's."""
 
 import copy
 import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import models
@@ -79,7 +81,9 @@ def _case(name: str) -> Case:
             return tuple(value[start:stop] for value in pair)
 
         layers = decompose(model, batch(2), criterion)
-    costs = profile(layers, _machine(1), torch.optim.AdamW(model.parameters()), microbatch_sizes=(1, 2, 4, 13), trials=1)
+    costs = profile(
+        layers, _machine(1), torch.optim.AdamW(model.parameters()), microbatch_sizes=(1, 2, 4, 13), trials=1
+    )
     return Case(layers, model, batch, loss, samples, costs)
 
 
@@ -149,11 +153,12 @@ def _train_both(case: Case, plan: Plan, *, steps: int, chaos_seed: int | None = 
 def _plan(case: Case, mode: str, devices: int, forward_size: int, backward_size: int) -> Plan:
     count = len(case.layers)
     edges = sorted({0, *range(2, count, 2), count})
-    backward = ",".join(f"{a}:{b}" for a, b in zip(edges, edges[1:], strict=False))
-    forward = ",".join(f"{a}:{b}" for a, b in zip(edges[:-1], edges[1:-1], strict=False))
+    backward = ",".join(f"{a}:{b}" for a, b in pairwise(edges))
+    forward = ",".join(f"{a}:{b}" for a, b in pairwise(edges[:-1]))
     order = ",".join(map(str, reversed(range(devices))))
     return Plan.parse(
-        f"{mode} minibatch={MINIBATCH} forward={forward_size}[{forward}] backward={backward_size}[{backward}] devices={order}"
+        f"{mode} minibatch={MINIBATCH} forward={forward_size}[{forward}] "
+        f"backward={backward_size}[{backward}] devices={order}"
     )
 
 
@@ -212,7 +217,9 @@ def test_a_smaller_last_minibatch_trains_too(case: Case) -> None:
             for step, count in enumerate((MINIBATCH, 2, 1, MINIBATCH)):
                 batch = case.batch(count, seed=step)
                 loss = trainer.step(batch)
-                assert loss == pytest.approx(_plain(case, plain, theirs, plan.for_minibatch(count), step, batch), rel=1e-5)
+                assert loss == pytest.approx(
+                    _plain(case, plain, theirs, plan.for_minibatch(count), step, batch), rel=1e-5
+                )
         _assert_same(case, plain, ours, theirs)
     finally:
         case.model.load_state_dict(start)

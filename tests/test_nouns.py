@@ -1,6 +1,7 @@
 """The ground floor: text and JSON forms read back, invariants are listed, units are readable."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import toy_profiles as toys
@@ -14,7 +15,9 @@ from harmony_lab.plan import Plan
 from harmony_lab.program import Program, shard_bounds
 from harmony_lab.units import format_bytes, format_count, format_seconds, parse_bytes, parse_rate
 
-PLAN = Plan.parse("pp minibatch=8 forward=2[0:2,2:4] backward=4[0:2,2:4,4:6] devices=1,0 prefetch=0 peer=off update=end")
+PLAN = Plan.parse(
+    "pp minibatch=8 forward=2[0:2,2:4] backward=4[0:2,2:4,4:6] devices=1,0 prefetch=0 peer=off update=end"
+)
 
 
 def test_a_plan_is_one_line_that_parses_back() -> None:
@@ -38,7 +41,15 @@ def test_a_broken_plan_lists_every_violation() -> None:
     assert "without gap or overlap: after 2 comes pack 3:6" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "xx minibatch=8", "pp minibatch=8 forward=2[0:2 backward=2[0:4] devices=0", "pp minibatch=x forward=1[] backward=1[0:2] devices=0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "xx minibatch=8",
+        "pp minibatch=8 forward=2[0:2 backward=2[0:4] devices=0",
+        "pp minibatch=x forward=1[] backward=1[0:2] devices=0",
+    ],
+)
 def test_text_that_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="this is not a plan"):
         Plan.parse(text)
@@ -100,7 +111,9 @@ def test_what_if_changes_memory_link_and_devices() -> None:
 
 def test_costs_between_measured_sizes_are_linear_and_beyond_are_refused() -> None:
     profile = toys.profile(4, overhead_s=1.0)
-    assert profile.cost(0, 3).forward_s == pytest.approx((profile.cost(0, 2).forward_s + profile.cost(0, 4).forward_s) / 2)
+    assert profile.cost(0, 3).forward_s == pytest.approx(
+        (profile.cost(0, 2).forward_s + profile.cost(0, 4).forward_s) / 2
+    )
     with pytest.raises(OutOfRangeError, match="covers microbatches of 1 to 8 samples, 9 was asked for"):
         profile.cost(0, 9)
 
@@ -111,7 +124,9 @@ def test_a_shared_parameter_counts_once_in_a_pack_that_holds_both_layers() -> No
     assert profile.weight_bytes(0, 2) + profile.weight_bytes(2, 4) == 4 * 1_000_000
 
 
-@pytest.mark.parametrize("line", ["nonsense", "0 forward d0.nowhere 0:1 0:1", "%0 weight d0 0:1", "0 forward d0.compute 0:1 0:1 eats=3"])
+@pytest.mark.parametrize(
+    "line", ["nonsense", "0 forward d0.nowhere 0:1 0:1", "%0 weight d0 0:1", "0 forward d0.compute 0:1 0:1 eats=3"]
+)
 def test_text_that_is_no_program_names_the_line(line: str) -> None:
     with pytest.raises(ProgramError, match="line 2"):
         Program.parse(f"harmony_lab.program 1 minibatch=1 layers=1 budgets=1\n{line}")
@@ -120,8 +135,9 @@ def test_text_that_is_no_program_names_the_line(line: str) -> None:
 @given(num_bytes=st.integers(0, 10**6), shards=st.integers(1, 8))
 def test_shards_tile_a_block(num_bytes: int, shards: int) -> None:
     bounds = [shard_bounds(num_bytes, shards, rank) for rank in range(shards)]
-    assert bounds[0][0] == 0 and bounds[-1][1] == num_bytes
-    assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == num_bytes
+    assert all(a[1] == b[0] for a, b in pairwise(bounds))
     assert all(start <= stop for start, stop in bounds)
 
 
@@ -143,5 +159,11 @@ def test_what_is_no_size_or_rate_is_refused() -> None:
 
 def test_numbers_people_read() -> None:
     assert [format_bytes(n) for n in (0, 999, 1024, 8_482_560_000)] == ["0 B", "999 B", "1.00 KiB", "7.90 GiB"]
-    assert [format_seconds(s) for s in (0, 4.2e-5, 0.31, 1.24, 185)] == ["0.00 s", "42.0 µs", "310 ms", "1.24 s", "3 min 05 s"]
+    assert [format_seconds(s) for s in (0, 4.2e-5, 0.31, 1.24, 185)] == [
+        "0.00 s",
+        "42.0 µs",
+        "310 ms",
+        "1.24 s",
+        "3 min 05 s",
+    ]
     assert format_count(6_410_000) == "6.41 M"

@@ -1,6 +1,7 @@
 """Small made-up profiles, machines and random plans that the planner's and simulator's tests share."""
 
 import random
+from itertools import pairwise
 
 from harmony_lab.costs import Cost, LayerCost, Profile, SharedParameter
 from harmony_lab.layers import TensorSpec
@@ -88,10 +89,12 @@ def gpus(num_devices: int, *, memory_bytes: int = 8_000_000, link: float = 1e9, 
 
 def random_packs(rng: random.Random, start: int, stop: int) -> tuple[Pack, ...]:
     edges = sorted({start, stop, *(edge for edge in range(start + 1, stop) if rng.random() < 0.5)})
-    return tuple(Pack(a, b) for a, b in zip(edges, edges[1:], strict=False))
+    return tuple(Pack(a, b) for a, b in pairwise(edges))
 
 
-def random_plan(rng: random.Random, num_layers: int, max_devices: int = 3, max_size: int = 8, *, equal_sizes: bool = False) -> Plan:
+def random_plan(
+    rng: random.Random, num_layers: int, max_devices: int = 3, max_size: int = 8, *, equal_sizes: bool = False
+) -> Plan:
     """Any valid plan: packs, microbatch sizes that need not divide the minibatch, device order and switches."""
     minibatch = rng.randint(3, 13)
     devices = rng.sample(range(max_devices), rng.randint(1, max_devices))

@@ -1,6 +1,7 @@
 """Lowering: what a Program moves, how it stays within budget, what it refuses."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import toy_profiles as toys
@@ -104,7 +105,11 @@ def test_uneven_microbatches_cover_every_sample_once_and_reslice_the_stash() -> 
 def test_updated_buffers_come_out_after_the_real_forward_only() -> None:
     program = lower(plan(), toys.profile(buffers=True), toys.gpus(2))
     check(program)
-    outs = [op for op in program.ops if op.kind is OpKind.SWAP_OUT and TensorKind.BUFFER in {program.blocks[b].kind for b in op.reads}]
+    outs = [
+        op
+        for op in program.ops
+        if op.kind is OpKind.SWAP_OUT and TensorKind.BUFFER in {program.blocks[b].kind for b in op.reads}
+    ]
     assert [op.layers for op in outs] == [(0, 2), (2, 4), (4, 6), (6, 8)]
 
 
@@ -172,7 +177,9 @@ def test_every_plan_lowers_to_a_valid_program(seed: int, tied: bool, buffers: bo
     assert Program.parse(str(program)) == program
     trace = run(program, profile, machine)
     bound = peak_bytes(program)
-    assert all(peak <= most <= budget for peak, most, budget in zip(trace.peak_bytes, bound, program.budgets, strict=True))
+    assert all(
+        peak <= most <= budget for peak, most, budget in zip(trace.peak_bytes, bound, program.budgets, strict=True)
+    )
     for queue in (q for key, q in program.queues.items() if key[1] is not Stream.MEMORY):
-        assert all(trace.end_s[a] <= trace.start_s[b] for a, b in zip(queue, queue[1:], strict=False))
+        assert all(trace.end_s[a] <= trace.start_s[b] for a, b in pairwise(queue))
     assert all(trace.end_s[other] <= trace.start_s[k] for k, op in enumerate(program.ops) for other in op.after)

@@ -58,7 +58,7 @@ def test_one_layer_larger_than_the_device_is_named_with_bytes_and_budget() -> No
     with pytest.raises(PlanDoesNotFitError) as caught:
         search(toys.profile(8), toys.gpus(2, memory_bytes=1_500_000), 16)
     message = str(caught.value)
-    assert "layer7" in message and "1.43 MiB" in message and "977 KiB weights" in message
+    assert all(part in message for part in ("layer7", "1.43 MiB", "977 KiB weights"))
     assert caught.value.needed_bytes > caught.value.budget_bytes == 1_500_000
 
 
@@ -71,7 +71,10 @@ def test_microbatches_too_large_are_rejected_with_the_reason() -> None:
 def test_the_bound_of_a_candidate_never_exceeds_its_simulation() -> None:
     rng = random.Random(3)
     for _ in range(60):
-        profile, machine = toys.profile(6, tied=rng.random() < 0.5), toys.gpus(3, memory_bytes=25_000_000, link=10 ** rng.uniform(7, 9.5))
+        profile, machine = (
+            toys.profile(6, tied=rng.random() < 0.5),
+            toys.gpus(3, memory_bytes=25_000_000, link=10 ** rng.uniform(7, 9.5)),
+        )
         plan = toys.random_plan(rng, 6)
         simulated = run(lower(plan, profile, machine), profile, machine).makespan_s
         assert candidate_bound(plan, PackCosts(profile), machine) <= simulated * (1 + 1e-9)
@@ -119,7 +122,8 @@ def test_partitions_are_optimal(seed: int) -> None:
     if not allowed:
         assert packs is None
     else:
-        assert packs is not None and len(packs) == count
+        assert packs is not None
+        assert len(packs) == count
         assert slowest([pack.stop for pack in packs]) == pytest.approx(min(map(slowest, allowed)), rel=1e-5)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import MLP, ConvNet, dropout_mlp, gpt2, gpt2_batch, gradients, llama, mlp_batch, sequential
 from torch import nn
 from torch.nn import functional
 
@@ -15,7 +16,6 @@ from harmony_lab.layers import LayerSequence
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.randomness import reproducible_randomness
 from harmony_lab.profiler.reference import run_layers
-from tests.models import MLP, ConvNet, dropout_mlp, gpt2, gpt2_batch, gradients, llama, mlp_batch, sequential
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:

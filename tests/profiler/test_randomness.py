@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import dropout_mlp, gpt2, gpt2_batch, gradients
 from torch import nn
 from torch.nn import functional
 
@@ -13,7 +14,6 @@ from harmony_lab.profiler import randomness
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.randomness import reproducible_randomness, sample_seed
 from harmony_lab.profiler.reference import run_layers
-from tests.models import dropout_mlp, gpt2, gpt2_batch, gradients
 
 
 def call(samples: tuple[int, int], seed: int = 0, first: int = 0) -> LayerCall:

@@ -1,7 +1,7 @@
 """The simulator against closed forms."""
 
-import toy_profiles as toys
 import pytest
+import toy_profiles as toys
 
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.plan import Plan
@@ -17,7 +17,9 @@ ONE_PACK = Plan.parse("pp minibatch=8 forward=2[] backward=2[0:4] devices=0")
 def swap_ins(*sizes: tuple[int, int], machine: Machine) -> Trace:
     """Independent swap-ins of (device, bytes), all at time zero."""
     blocks = tuple(Block(TensorKind.WEIGHT, device, (0, 1), (0, 0), size) for device, size in sizes)
-    ops = tuple(Op(OpKind.SWAP_IN, device, Stream.SWAP_IN, (0, 1), (0, 0), writes=(i,)) for i, (device, _) in enumerate(sizes))
+    ops = tuple(
+        Op(OpKind.SWAP_IN, device, Stream.SWAP_IN, (0, 1), (0, 0), writes=(i,)) for i, (device, _) in enumerate(sizes)
+    )
     program = Program(minibatch_size=1, num_layers=4, budgets=machine.budgets, blocks=blocks, ops=ops)
     return run(program, toys.profile(4), machine)
 
@@ -42,9 +44,7 @@ def test_a_device_with_a_slow_link_leaves_the_rest_to_the_other() -> None:
     machine = toys.gpus(2, link=1e6, peer_link=8e5)
     trace = swap_ins((0, 800_000), machine=machine)
     assert trace.makespan_s == pytest.approx(1.0)  # its own link binds
-    rates = fair_rates(
-        [Flow(("up", "a"), 1.0), Flow(("up", "b"), 1.0)], {"up": 10.0, "a": 2.0, "b": 100.0}
-    )
+    rates = fair_rates([Flow(("up", "a"), 1.0), Flow(("up", "b"), 1.0)], {"up": 10.0, "a": 2.0, "b": 100.0})
     assert rates == pytest.approx([2.0, 8.0])
 
 
@@ -119,7 +119,8 @@ def test_the_same_program_gives_the_same_trace() -> None:
     profile, machine = toys.profile(6), toys.gpus(2)
     program = lower(Plan.parse("dp minibatch=8 forward=2[0:3] backward=2[0:3,3:6] devices=0,1"), profile, machine)
     first, second = run(program, profile, machine), run(program, profile, machine)
-    assert first.start_s.tolist() == second.start_s.tolist() and first.end_s.tolist() == second.end_s.tolist()
+    assert first.start_s.tolist() == second.start_s.tolist()
+    assert first.end_s.tolist() == second.end_s.tolist()
 
 
 def test_shared_resources_move_flows_in_time() -> None:

@@ -1,0 +1,382 @@
+"""Lab: one model on one machine, from profile to run; the same for notebook, script and command line."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harmony_lab.costs import Profile
+from harmony_lab.errors import HarmonyError
+from harmony_lab.layers import LayerSequence
+from harmony_lab.machine import Machine
+from harmony_lab.plan import Mode, Plan
+from harmony_lab.planner.lower import lower
+from harmony_lab.planner.search import SearchResult, search
+from harmony_lab.preview import Preview, preview, repacked
+from harmony_lab.profiler.decompose import decompose
+from harmony_lab.profiler.measure import profile
+from harmony_lab.run import Listeners, Run
+from harmony_lab.trace import Trace
+from harmony_lab.trainer import Trainer
+from harmony_lab.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Lab", "Preview", "Progress"]
+
+ProgressCallback = Callable[[int, int, str], None]  # done, total, what
+
+_SHOWN_PLANS = 8
+
+_labs: "weakref.WeakKeyDictionary[Any, weakref.ref[Lab]]" = weakref.WeakKeyDictionary()
+_labs_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a long part is: ``stage`` is ``"profile"`` or ``"search"``."""
+
+    stage: str
+    done: int
+    total: int
+    text: str
+
+    @property
+    def fraction(self) -> float:
+        return self.done / self.total if self.total else 0.0
+
+
+class Lab:
+    """One model on one machine: ``measure``, ``search``, ``choose``, ``launch``; no widgets.
+
+    ``model``, ``example_batch``, ``loss_fn``, ``layers``: as in ``decompose``.  ``optimizer``: the user's own
+    torch.optim optimizer over the model's parameters; planning works without one, training does not.  ``machine``: by
+    default ``Machine.detect()``.
+
+    Safe to use from any thread.  ``subscribe`` tells of ``"profile"``, ``"result"``, ``"plan"``, ``"run"`` (a run
+    began or changed its status), ``"progress"`` and ``"closed"``, on the thread where it happens.  A new Lab over the
+    same model closes the older one.
+    """
+
+    def __init__(
+        self,
+        model: "torch.nn.Module",
+        example_batch: Any,
+        optimizer: "torch.optim.Optimizer | None" = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        minibatch_size: int,
+        machine: Machine | None = None,
+        layers: Sequence[Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        if minibatch_size < 1:
+            raise HarmonyError(f"minibatch_size must be at least 1, got {minibatch_size}")
+        self.optimizer = optimizer
+        self.minibatch_size = minibatch_size
+        self.machine = machine if machine is not None else Machine.detect()
+        self.seed = seed
+        self._state = threading.RLock()  # held for moments: fields below
+        self._work = threading.RLock()  # held for long: one measurement, search or launch at a time
+        self._listeners = Listeners()
+        self._profile: Profile | None = None
+        self._result: SearchResult | None = None
+        self._preview: Preview | None = None
+        self._run: Run | None = None
+        self._progress: Progress | None = None
+        self._closed = False
+        _take_over(model, self)
+        self.layers: LayerSequence = decompose(model, example_batch, loss_fn, layers=layers)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def profile(self) -> Profile | None:
+        return self._profile
+
+    @property
+    def result(self) -> SearchResult | None:
+        """The last search's ranking."""
+        return self._result
+
+    @property
+    def plan(self) -> Plan | None:
+        """The chosen plan: the best one after a search, until ``choose`` takes another."""
+        preview = self._preview
+        return None if preview is None else preview.plan
+
+    @property
+    def predicted(self) -> Trace | None:
+        """The chosen plan's simulated iteration."""
+        preview = self._preview
+        return None if preview is None else preview.trace
+
+    @property
+    def chosen(self) -> Preview | None:
+        """The chosen plan with its program and simulated iteration."""
+        return self._preview
+
+    @property
+    def run(self) -> Run | None:
+        """The last run, under way or over."""
+        return self._run
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far the part under way is; None between parts."""
+        return self._progress
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Call back with each event's name; returns what ends the subscription."""
+        return self._listeners.subscribe(callback)
+
+    # -- from profile to plan -------------------------------------------------------------------------------------
+
+    def measure(self, progress: ProgressCallback | None = None) -> Profile:
+        """Profile every kind of layer on the machine's devices.  Forgets results of the profile before."""
+        with self._work:
+            self._must_be_free("measure")
+            try:
+                measured = profile(
+                    self.layers,
+                    self.machine,
+                    self.optimizer,
+                    minibatch_size=self.minibatch_size,
+                    progress=self._reporter("profile", progress),
+                )
+            finally:
+                self._progress = None
+            with self._state:
+                self._profile, self._result, self._preview = measured, None, None
+        self._listeners.notify("profile")
+        return measured
+
+    def search(
+        self, progress: ProgressCallback | None = None, *, modes: Sequence[Mode | str] = tuple(Mode)
+    ) -> SearchResult:
+        """Rank the plans that fit and choose the best; profiles first where that was not done yet.
+
+        Raises ``PlanDoesNotFitError`` when nothing fits, naming what is missing.
+        """
+        with self._work:
+            self._must_be_open("search")
+            measured = self._profile or self.measure(progress)
+            try:
+                result = search(
+                    measured,
+                    self.machine,
+                    self.minibatch_size,
+                    modes=tuple(Mode(mode) for mode in modes),
+                    progress=self._reporter("search", progress),
+                )
+            finally:
+                self._progress = None
+            with self._state:
+                self._result = result
+        self._listeners.notify("result")
+        self.choose(result.best)
+        return result
+
+    def prepare(self, progress: ProgressCallback | None = None) -> "Lab":
+        """Do whatever of measuring, searching and choosing was not done yet."""
+        with self._work:
+            if self._result is None or self._preview is None:
+                self.search(progress)
+        return self
+
+    def preview(self, plan: Plan) -> Preview:
+        """Lower and simulate a plan, also one that does not fit; nothing is chosen."""
+        self._must_be_open("preview")
+        return preview(plan, self._profile or self.measure(), self.machine)
+
+    def choose(self, plan: Plan | int) -> Preview:
+        """Take that plan, or that rank of the last search (0 is the best), for the next launch.
+
+        A plan that does not fit can be looked at; ``launch`` refuses it.
+        """
+        if isinstance(plan, int):
+            plan = self._candidate(plan)
+        preview = self.preview(plan)
+        with self._state:
+            self._preview = preview
+        self._listeners.notify("plan")
+        return preview
+
+    def _candidate(self, rank: int) -> Plan:
+        if self._result is None:
+            raise HarmonyError(f"there is no ranking to take rank {rank} from: call search() first")
+        candidates = self._result.candidates
+        if not 0 <= rank < len(candidates):
+            raise HarmonyError(
+                f"the ranking has {len(candidates)} plans, 0 to {len(candidates) - 1}; rank {rank} was asked for"
+            )
+        return candidates[rank].plan
+
+    def with_packs(
+        self,
+        *,
+        num_forward_packs: int | None = None,
+        num_backward_packs: int | None = None,
+        plan: Plan | None = None,
+        **knobs: Any,
+    ) -> Plan:
+        """``plan``, by default the chosen one, with packs balanced anew and other knobs; see ``preview.repacked``."""
+        base = plan or self.plan or self.prepare().plan
+        assert base is not None
+        return repacked(
+            base,
+            self._profile or self.measure(),
+            num_forward_packs=num_forward_packs,
+            num_backward_packs=num_backward_packs,
+            **knobs,
+        )
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def launch(self, data: Iterable[Any], steps: int, *, record_every: int = 1) -> Run:
+        """Train with the chosen plan on a thread of its own; returns at once.
+
+        ``data``: batches, such as a DataLoader; started over when used up.  ``record_every``: steps between two
+        recorded traces.  Raises ``HarmonyError`` while another run is under way, ``PlanDoesNotFitError`` for a plan
+        that does not fit.
+        """
+        with self._work:
+            self._must_be_free("launch")
+            if self.optimizer is None:
+                raise HarmonyError(
+                    "this Lab has no optimizer, so it can plan but not train: "
+                    "give one, such as Lab(model, batch, torch.optim.AdamW(model.parameters()), ...)"
+                )
+            self.prepare()
+            chosen, measured = self._preview, self._profile
+            assert chosen is not None
+            assert measured is not None
+            if not chosen.fits:
+                lower(chosen.plan, measured, self.machine)  # raises, with the numbers
+            trainer = Trainer(self.layers, self.optimizer, chosen.plan, self.machine, profile=measured, seed=self.seed)
+            try:
+                run = Run(trainer, chosen.plan, data, steps, num_samples=self._num_samples, record_every=record_every)
+            except BaseException:
+                trainer.close()
+                raise
+            run.subscribe(self._on_run_event)
+            with self._state:
+                if self._closed:
+                    trainer.close()
+                self._must_be_open("launch")
+                self._run = run
+                run.start()
+        self._listeners.notify("run")
+        return run
+
+    def _num_samples(self, batch: Any) -> int:
+        return self.layers.flatten_batch(batch)[1]["batch"]
+
+    def _on_run_event(self, event: str) -> None:
+        if event == "status":
+            self._listeners.notify("run")
+
+    def close(self) -> None:
+        """Stop a run after its current step and take no more work.  The model stays the user's, with its weights."""
+        with self._state:
+            if self._closed:
+                return
+            self._closed = True
+            run = self._run
+        if run is not None:
+            run.stop()
+        self._listeners.notify("closed")
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _must_be_open(self, what: str) -> None:
+        if self._closed:
+            raise HarmonyError(f"cannot {what}: this Lab is closed, by close() or by a newer Lab over the same model")
+
+    def _must_be_free(self, what: str) -> None:
+        self._must_be_open(what)
+        if self._run is not None and self._run.active:
+            raise HarmonyError(
+                f"cannot {what} while a run is under way ({self._run}): call run.stop() or run.wait() first"
+            )
+
+    def _reporter(self, stage: str, callback: ProgressCallback | None) -> ProgressCallback:
+        def report(done: int, total: int, text: str) -> None:
+            self._progress = Progress(stage=stage, done=done, total=total, text=text)
+            self._listeners.notify("progress")
+            if callback is not None:
+                callback(done, total, text)
+
+        return report
+
+    # -- on screen ------------------------------------------------------------------------------------------------
+
+    def report(self, path: str | Path) -> Path:
+        """Write one HTML page with the ranking, timelines, memory and losses; returns its path."""
+        from harmony_lab.figures.report import training_report
+
+        target = Path(path)
+        target.write_text(training_report(**self._shown()), encoding="utf-8")
+        return target
+
+    def _shown(self) -> dict[str, Any]:
+        """What there is to show by now."""
+        preview, run = self._preview, self._run
+        return {
+            "profile": self._profile,
+            "machine": self.machine,
+            "result_frame": None if self._result is None else self._result.to_frame(),
+            "plan": None if preview is None else preview.plan,
+            "predicted": None if preview is None else preview.trace,
+            "measured": None if run is None or preview is None or run.plan != preview.plan else run.trace,
+            "losses": () if run is None else run.losses,
+            "facts": self._facts(),
+        }
+
+    def _facts(self) -> dict[str, str]:
+        facts = {"model": repr(self.layers), "minibatch": str(self.minibatch_size)}
+        if self._profile is not None:
+            facts["training state"] = (
+                f"{format_bytes(self._profile.state_bytes)} of weights, gradients and optimizer state, without "
+                f"activations; the devices together hold {format_bytes(sum(self.machine.budgets))}"
+            )
+        if self._preview is not None and self._preview.problem is not None:
+            facts["does not fit"] = self._preview.problem
+        if self._result is not None:
+            facts["best plan"] = self._result.explain()
+        if self._run is not None:
+            facts["run"] = str(self._run)
+        return facts
+
+    def __repr__(self) -> str:
+        stage = "closed" if self._closed else str(self._run or self.plan or "not planned yet")
+        return f"<Lab of {self.layers!r} on {self.machine}; {stage}>"
+
+    def _repr_html_(self) -> str:
+        from harmony_lab.figures.report import sections_html, training_sections
+
+        shown = self._shown() | {"profile": None}
+        if shown["result_frame"] is not None:
+            shown["result_frame"] = shown["result_frame"].head(_SHOWN_PLANS)
+        return sections_html(training_sections(**shown))
+
+
+def _take_over(model: Any, lab: Lab) -> None:
+    """Make ``lab`` the one Lab of that model; close the one before, and with it a run that trains the model."""
+    with _labs_lock:
+        before = _labs.get(model)
+        _labs[model] = weakref.ref(lab)
+    older = before() if before is not None else None
+    if older is not None:
+        older.close()

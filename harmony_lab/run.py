@@ -1,0 +1,340 @@
+"""Run: training under way on a thread of its own, watched and steered from any thread."""
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import StrEnum
+from html import escape
+from typing import Any, Protocol
+
+from harmony_lab.errors import HarmonyError, TrainingError
+from harmony_lab.plan import Plan
+from harmony_lab.trace import Trace
+from harmony_lab.units import format_seconds
+
+__all__ = ["Listeners", "Run", "RunStatus", "StepTrainer"]
+
+_log = logging.getLogger("harmony_lab")
+_PAUSE_CHECK_S = 0.5  # how often a paused run looks whether the interpreter is going down
+
+
+class RunStatus(StrEnum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPED = "stopped"  # by the user, before its last step
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+_ACTIVE = (RunStatus.RUNNING, RunStatus.PAUSED)
+
+
+class StepTrainer(Protocol):
+    """What a run needs of a trainer."""
+
+    @property
+    def predicted(self) -> Trace: ...
+
+    @property
+    def last_trace(self) -> Trace | None: ...
+
+    def step(self, batch: Any) -> float: ...
+
+    def close(self) -> None: ...
+
+
+class Listeners:
+    """Callbacks that are told of events by name, on whatever thread the event happened."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: dict[object, Callable[[str], None]] = {}
+
+    def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Add a callback; the function returned takes it away again."""
+        key = object()
+        with self._lock:
+            self._callbacks[key] = callback
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._callbacks.pop(key, None)
+
+        return unsubscribe
+
+    def notify(self, event: str) -> None:
+        with self._lock:
+            callbacks = list(self._callbacks.values())
+        for callback in callbacks:
+            try:
+                callback(event)
+            except Exception:  # a listener only watches: its fault must not end the training it watches
+                _log.exception("a listener failed on event %r", event)
+
+
+class Run:
+    """Training of ``steps`` minibatches; made by ``Lab.launch``.
+
+    The thread owns the trainer: when the run ends, however it ends, the trainer is closed, the parameters have their
+    own storage again and the devices are free.  Events: ``"step"`` (every ``record_every`` steps and the last),
+    ``"status"``.
+
+    ``losses`` and ``step_s`` have one entry per step; ``swap_bytes`` and ``peak_bytes`` (per device) one per recorded
+    step.  ``trace`` is the last measured iteration, ``notes`` say what is worth knowing, such as a smaller last batch.
+    """
+
+    def __init__(
+        self,
+        trainer: StepTrainer,
+        plan: Plan,
+        data: Iterable[Any],
+        steps: int,
+        *,
+        num_samples: Callable[[Any], int],
+        record_every: int = 1,
+    ) -> None:
+        if steps < 1:
+            raise HarmonyError(f"a run needs at least one step, got steps={steps}")
+        if record_every < 1:
+            raise HarmonyError(f"record_every must be at least 1, got {record_every}")
+        self.plan = plan
+        self.steps = steps
+        self.record_every = record_every
+        self.predicted = trainer.predicted
+        self._trainer = trainer
+        self._batches = _batches(data)
+        self._num_samples = num_samples
+        self._listeners = Listeners()
+        self._changed = threading.Condition()
+        self._status = RunStatus.RUNNING
+        self._stop_wanted = False
+        self._losses: list[float] = []
+        self._step_s: list[float] = []
+        self._swap_bytes: list[int] = []
+        self._peak_bytes: list[tuple[int, ...]] = []
+        self._notes: list[str] = []
+        self._error: TrainingError | None = None
+        self._trace: Trace | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._train, name="harmony-lab run")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # -- what it tells --------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> RunStatus:
+        return self._status
+
+    @property
+    def active(self) -> bool:
+        """Whether it is running or paused."""
+        return self._status in _ACTIVE
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        with self._changed:
+            return tuple(self._losses)
+
+    @property
+    def step_s(self) -> tuple[float, ...]:
+        with self._changed:
+            return tuple(self._step_s)
+
+    @property
+    def swap_bytes(self) -> tuple[int, ...]:
+        with self._changed:
+            return tuple(self._swap_bytes)
+
+    @property
+    def peak_bytes(self) -> tuple[tuple[int, ...], ...]:
+        with self._changed:
+            return tuple(self._peak_bytes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        with self._changed:
+            return tuple(self._notes)
+
+    @property
+    def error(self) -> TrainingError | None:
+        return self._error
+
+    @property
+    def trace(self) -> Trace | None:
+        """The last measured iteration."""
+        return self._trace
+
+    def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Call back with each event's name, on the run's thread; returns what ends the subscription."""
+        return self._listeners.subscribe(callback)
+
+    # -- steering -------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stop after the current step; returns when the trainer is closed."""
+        with self._changed:
+            self._stop_wanted = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._ended.wait()
+            self._thread.join()
+
+    def pause(self) -> None:
+        """Hold still after the current step; nothing is freed."""
+        self._switch(RunStatus.RUNNING, RunStatus.PAUSED)
+
+    def resume(self) -> None:
+        self._switch(RunStatus.PAUSED, RunStatus.RUNNING)
+
+    def _switch(self, source: RunStatus, target: RunStatus) -> None:
+        with self._changed:
+            if self._status is not source:
+                return
+            self._status = target
+            self._changed.notify_all()
+        self._listeners.notify("status")
+
+    def wait(self, timeout: float | None = None) -> "Run":
+        """Wait for the end, or for ``timeout`` seconds (``TimeoutError``).  A failed run raises its ``TrainingError``.
+
+        An interrupt while waiting stops the run, then arrives in the caller.
+        """
+        try:
+            ended = self._ended.wait(timeout)  # not join: an interrupted join takes the thread for ended (bpo-45274)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        if not ended:
+            raise TimeoutError(f"still {self} after {timeout} s")
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        try:
+            end = self._steps()
+        except BaseException as error:
+            end = RunStatus.FAILED
+            self._error = self._describe(error)
+        try:
+            self._trainer.close()
+        except BaseException as error:
+            end = RunStatus.FAILED
+            self._error = self._error or self._describe(error)
+        with self._changed:
+            self._status = end
+            self._changed.notify_all()
+        self._listeners.notify("status")
+        self._ended.set()
+
+    def _steps(self) -> RunStatus:
+        for number in range(self.steps):
+            if not self._may_go_on():
+                return RunStatus.STOPPED
+            batch = next(self._batches, None)
+            if batch is None:
+                self._note(f"the data ended after {number} of {self.steps} steps; an iterator cannot start over")
+                return RunStatus.FINISHED
+            self._note_size(number, batch)
+            begin = time.perf_counter()
+            loss = self._trainer.step(batch)
+            with self._changed:
+                self._losses.append(loss)
+                self._step_s.append(time.perf_counter() - begin)
+            if (number + 1) % self.record_every == 0 or number + 1 == self.steps:
+                self._record(self._trainer.last_trace)
+        return RunStatus.FINISHED
+
+    def _record(self, trace: Trace | None) -> None:
+        if trace is not None:
+            with self._changed:
+                self._trace = trace
+                self._swap_bytes.append(trace.swap_bytes)
+                self._peak_bytes.append(trace.peak_bytes)
+        self._listeners.notify("step")
+
+    def _may_go_on(self) -> bool:
+        """Wait while paused; False when asked to stop or when the interpreter waits for its threads to end."""
+        with self._changed:
+            while not self._stop_wanted and threading.main_thread().is_alive():
+                if self._status is not RunStatus.PAUSED:
+                    return True
+                self._changed.wait(_PAUSE_CHECK_S)
+        return False
+
+    def _note(self, text: str) -> None:
+        with self._changed:
+            if text not in self._notes:
+                self._notes.append(text)
+
+    def _note_size(self, number: int, batch: Any) -> None:
+        size = self._num_samples(batch)
+        if size != self.plan.minibatch_size:
+            self._note(
+                f"step {number + 1}: a batch of {size} ran instead of {self.plan.minibatch_size}, "
+                f"as {self.plan.for_minibatch(size)}"
+            )
+
+    def _describe(self, error: BaseException) -> TrainingError:
+        """The error as text: frames would keep tensors alive for as long as somebody holds the error."""
+        step = len(self._losses) + 1
+        if isinstance(error, TrainingError):
+            described = TrainingError(str(error))
+        else:
+            described = TrainingError(
+                f"training stopped in step {step} of {self.steps}: {type(error).__name__}: {error}"
+            )
+        described.add_note("".join(traceback.format_exception(error)))
+        return described
+
+    # -- on screen ------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        losses = self.losses
+        text = f"{self._status}: step {len(losses)} of {self.steps}"
+        if losses:
+            median_s = sorted(self.step_s)[len(losses) // 2]
+            text += f", loss {losses[-1]:.4f}, {format_seconds(median_s)} per step"
+        return text
+
+    def __repr__(self) -> str:
+        return f"<Run {self}>"
+
+    def _repr_html_(self) -> str:
+        from harmony_lab.figures.svg import loss_svg
+
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        error = f"<pre>{escape(str(self._error))}</pre>" if self._error else ""
+        return f"<p>{escape(str(self))}</p>{error}{notes}{loss_svg(self.losses)}"
+
+
+def _batches(data: Iterable[Any]) -> Iterator[Any]:
+    """Batches, starting over when they are used up, if the data can."""
+    if isinstance(data, Mapping) or hasattr(data, "ndim"):
+        raise HarmonyError(
+            f"data must be an iterable of batches, such as a DataLoader; a single batch ({type(data).__name__}) "
+            "was given: pass [batch] to train on it again and again"
+        )
+    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise HarmonyError(f"data must be an iterable of batches, such as a DataLoader, got {type(data).__name__}")
+    return _over_and_over(data)
+
+
+def _over_and_over(data: Iterable[Any]) -> Iterator[Any]:
+    once_only = iter(data) is data
+    while True:
+        empty = True
+        for batch in data:
+            empty = False
+            yield batch
+        if once_only:
+            return
+        if empty:
+            raise HarmonyError("data yields no batch")

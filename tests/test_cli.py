@@ -1,0 +1,188 @@
+"""The command line: what it prints, writes and returns."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import mlp_batch, sequential
+from torch.nn.functional import cross_entropy
+
+import harmony_lab
+from harmony_lab.cli import main
+from harmony_lab.demo import DemoSettings, Outcome, source_batches
+from harmony_lab.machine import Machine
+from harmony_lab.plan import Plan
+from harmony_lab.profiler.decompose import decompose
+from harmony_lab.profiler.measure import profile
+
+
+@pytest.fixture(scope="module")
+def saved_profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layers = decompose(sequential(), mlp_batch(8), cross_entropy)
+    path = tmp_path_factory.mktemp("profiles") / "small.json"
+    profile(layers, Machine.emulated(1), microbatch_sizes=(1, 8), trials=1).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a short demo wrote, with its exit status and report."""
+    folder = tmp_path_factory.mktemp("demo")
+    status = main(["demo", "--steps", "3", "--json", str(folder / "o.json"), "--report", str(folder / "r.html")])
+    return {
+        **json.loads((folder / "o.json").read_text()),
+        "status": status,
+        "report": (folder / "r.html").read_text(),
+    }
+
+
+def test_demo_passes_its_own_checks(demo: dict[str, Any]) -> None:
+    assert demo["status"] == 0
+
+
+def test_demo_devices_hold_at_most_half_of_the_training_state(demo: dict[str, Any]) -> None:
+    assert len(demo["device_budget_bytes"]) == 2
+    assert 2 * sum(demo["device_budget_bytes"]) <= demo["state_bytes"]
+    assert demo["state_bytes"] < demo["footprint_bytes"]
+
+
+def test_demo_trains_what_plain_pytorch_trains(demo: dict[str, Any]) -> None:
+    assert demo["max_abs_param_diff_vs_torch"] <= 1e-5
+    assert demo["final_loss"] < demo["initial_loss"]
+
+
+def test_demo_moves_the_bytes_it_predicted_within_the_memory_it_predicted(demo: dict[str, Any]) -> None:
+    assert demo["swap_bytes_measured"] == demo["swap_bytes_predicted"] > 0
+    for measured, predicted, budget in zip(
+        demo["peak_bytes_measured"], demo["peak_bytes_predicted"], demo["device_budget_bytes"], strict=True
+    ):
+        assert 0 < measured <= predicted <= budget
+
+
+def test_demo_writes_a_plan_that_parses_and_a_bound_below_it(demo: dict[str, Any]) -> None:
+    assert Plan.parse(demo["plan"]).minibatch_size == 32
+    assert 0 < demo["lower_bound_step_s"] <= demo["predicted_step_s"]
+    assert demo["measured_step_s"] > 0
+
+
+def test_demo_report_shows_predicted_and_measured(demo: dict[str, Any]) -> None:
+    assert demo["report"].count("<svg") >= 4
+    assert "measured" in demo["report"]
+
+
+OUTCOME = Outcome(
+    state_bytes=100,
+    footprint_bytes=150,
+    device_budget_bytes=[25, 25],
+    plan="",
+    initial_loss=5.0,
+    final_loss=3.0,
+    max_abs_param_diff_vs_torch=0.0,
+    predicted_step_s=1.0,
+    measured_step_s=1.0,
+    swap_bytes_predicted=7,
+    swap_bytes_measured=7,
+    peak_bytes_predicted=[20, 20],
+    peak_bytes_measured=[20, 20],
+    lower_bound_step_s=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"max_abs_param_diff_vs_torch": 2e-5},
+        {"max_abs_param_diff_vs_torch": float("nan")},
+        {"swap_bytes_measured": 8},
+        {"peak_bytes_measured": [20, 21]},
+        {"peak_bytes_predicted": [26, 20]},
+        {"device_budget_bytes": [25, 26]},
+        {"final_loss": 3.6},
+    ],
+)
+def test_demo_checks_fail_on_each_fault(fault: dict[str, Any]) -> None:
+    settings = DemoSettings()
+    assert all(check.holds for check in OUTCOME.checks(settings))
+    faulty = Outcome(**{**OUTCOME.to_json(), **fault})
+    assert sum(not check.holds for check in faulty.checks(settings)) == 1
+
+
+def test_short_demo_does_not_ask_for_the_loss_drop() -> None:
+    unlearned = Outcome(**{**OUTCOME.to_json(), "final_loss": 5.0})
+    assert all(check.holds for check in unlearned.checks(DemoSettings(steps=5)))
+
+
+def test_demo_data_is_text_and_the_same_every_time() -> None:
+    first, again = source_batches(2), source_batches(2)
+    assert first[0]["input_ids"].shape == (32, 32)
+    assert first[1]["input_ids"].equal(again[1]["input_ids"])
+    assert not first[0]["input_ids"].equal(first[1]["input_ids"])
+    source = bytes(first[0]["input_ids"].flatten().tolist()).decode("utf-8", errors="replace")
+    assert sum(letter.isascii() for letter in source) > 0.95 * len(source)
+
+
+def test_plan_ranks_plans_of_a_saved_profile(saved_profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(saved_profile), "--devices", "2", "--memory", "1MiB", "--minibatch", "8", "--mode", "dp"]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    best = next(line for line in output.splitlines() if line.startswith("Best plan: "))
+    plan = Plan.parse(best.removeprefix("Best plan: "))
+    assert (plan.mode, plan.minibatch_size, plan.num_devices) == ("dp", 8, 2)
+
+
+def test_plan_that_cannot_fit_is_an_error_without_traceback(
+    saved_profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(saved_profile), "--memory", "1KiB"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("harmony-lab: ")
+    assert "Traceback" not in error
+    assert "1.00 KiB" in error
+
+
+@pytest.mark.parametrize("content", [None, "not json", '{"schema": "something else"}'])
+def test_unreadable_profile_is_an_error_without_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    path = tmp_path / "p.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["plan", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("harmony-lab: ")
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["demo", "--steps", "0"],
+        ["demo", "--devices", "two"],
+        ["demo", "--memory", "lots"],
+        ["demo", "--link", "fast"],
+        ["demo", "--mode", "zz"],
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        main(arguments)
+    assert refusal.value.code == 2
+    assert "usage: harmony-lab" in capsys.readouterr().err
+
+
+def test_missing_transformers_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it fails
+    assert main(["demo", "--steps", "1"]) == 2
+    assert "pip install 'harmony_lab[demo]'" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out.strip() == f"harmony-lab {harmony_lab.__version__}"

@@ -1,0 +1,268 @@
+"""Lab: from profile to run on a small model, as notebook, script and command line use it."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from models import mlp_batch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from harmony_lab.errors import HarmonyError, PlanDoesNotFitError, PlanError, TrainingError
+from harmony_lab.lab import Lab
+from harmony_lab.machine import Machine
+from harmony_lab.plan import Mode
+from harmony_lab.run import RunStatus
+
+MINIBATCH = 8
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    widths = [8, 64, 64, 64, 64, 5]
+    blocks = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
+    return nn.Sequential(*blocks)
+
+
+def small_lab(model: nn.Module, *, memory: str = "256KiB", lr: float = 0.05) -> Lab:
+    return Lab(
+        model,
+        mlp_batch(MINIBATCH),
+        torch.optim.SGD(model.parameters(), lr=lr),
+        loss_fn=cross_entropy,
+        minibatch_size=MINIBATCH,
+        machine=Machine.emulated(2, memory=memory),
+    )
+
+
+def batches(count: int) -> list[Batch]:
+    return [mlp_batch(MINIBATCH, seed=seed) for seed in range(count)]
+
+
+def plain_training(data: list[Batch], *, lr: float = 0.05) -> nn.Module:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Whatever a test does, its threads have ended with it."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    lab = small_lab(small_model())
+    yield lab
+    lab.close()
+
+
+def test_prepare_profiles_searches_and_chooses_the_best_plan(lab: Lab) -> None:
+    heard: list[str] = []
+    lab.subscribe(heard.append)
+    lab.prepare()
+    assert lab.profile is not None
+    assert lab.result is not None
+    assert lab.plan == lab.result.best
+    assert lab.predicted is not None
+    assert lab.predicted.program.minibatch_size == MINIBATCH
+    assert [event for event in heard if event != "progress"] == ["profile", "result", "plan"]
+    assert "progress" in heard
+    assert lab.progress is None
+
+
+def test_prepare_does_nothing_twice(lab: Lab) -> None:
+    lab.prepare()
+    profile, result = lab.profile, lab.result
+    lab.prepare()
+    assert lab.profile is profile
+    assert lab.result is result
+
+
+def test_launched_run_trains_the_users_model_as_plain_pytorch_does() -> None:
+    model, data = small_model(), batches(6)
+    lab = small_lab(model)
+    run = lab.launch(data, 6).wait(120)
+    lab.close()
+    assert run.status is RunStatus.FINISHED
+    assert len(run.losses) == 6
+    for trained, plain in zip(model.parameters(), plain_training(data).parameters(), strict=True):
+        torch.testing.assert_close(trained, plain)
+
+
+def test_after_a_run_parameters_have_their_own_storage() -> None:
+    model = small_model()
+    small_lab(model).launch(batches(2), 2).wait(120)
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+
+
+def test_smaller_last_batch_trains_and_is_noted() -> None:
+    model, data = small_model(), [*batches(2), mlp_batch(3, seed=9)]
+    run = small_lab(model).launch(data, 3).wait(120)
+    assert any("a batch of 3 ran instead of 8" in note for note in run.notes)
+    for trained, plain in zip(model.parameters(), plain_training(data).parameters(), strict=True):
+        torch.testing.assert_close(trained, plain)
+
+
+def test_measured_traffic_and_memory_are_as_predicted() -> None:
+    lab = small_lab(small_model())
+    run = lab.launch(batches(2), 2).wait(120)
+    assert set(run.swap_bytes) == {run.predicted.swap_bytes}
+    assert all(
+        peak <= budget for peaks in run.peak_bytes for peak, budget in zip(peaks, lab.machine.budgets, strict=True)
+    )
+    assert all(peak > 0 for peaks in run.peak_bytes for peak in peaks)
+
+
+def test_only_one_run_at_a_time(lab: Lab) -> None:
+    run = lab.launch(batches(1), 100_000)
+    with pytest.raises(HarmonyError, match=r"run\.stop\(\)"):
+        lab.launch(batches(1), 1)
+    run.stop()
+    assert run.status is RunStatus.STOPPED
+    assert lab.launch(batches(1), 1).wait(120).status is RunStatus.FINISHED
+
+
+def test_new_lab_over_the_same_model_stops_and_closes_the_older() -> None:
+    model = small_model()
+    older = small_lab(model)
+    run = older.launch(batches(1), 100_000)
+    newer = small_lab(model)
+    assert run.status is RunStatus.STOPPED
+    assert older.closed
+    with pytest.raises(HarmonyError, match="newer Lab"):
+        older.launch(batches(1), 1)
+    assert newer.launch(batches(1), 1).wait(120).status is RunStatus.FINISHED
+    newer.close()
+
+
+def test_lab_and_model_are_freed_when_dropped() -> None:
+    model = small_model()
+    lab = small_lab(model)
+    lab.launch(batches(1), 1).wait(120)
+    lab.close()
+    watched = [weakref.ref(lab), weakref.ref(model)]
+    del lab, model
+    gc.collect()
+    assert [reference() for reference in watched] == [None, None]
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_failing_launches_leave_memory_flat_and_the_model_usable() -> None:
+    model = small_model()
+    lab = small_lab(model).prepare()
+    bad = (torch.zeros(MINIBATCH, 8), torch.full((MINIBATCH,), 99))
+    alive = []
+    for _ in range(6):
+        with pytest.raises(TrainingError):
+            lab.launch([bad], 2).wait(120)
+        alive.append(live_tensors())
+    assert len(set(alive[1:])) == 1
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert lab.launch(batches(1), 1).wait(120).status is RunStatus.FINISHED
+    assert any(not torch.equal(new, old) for new, old in zip(model.parameters(), before, strict=True))
+    lab.close()
+
+
+def test_choose_takes_a_rank_and_predicts_it(lab: Lab) -> None:
+    lab.prepare()
+    assert lab.result is not None
+    last = len(lab.result.candidates) - 1
+    preview = lab.choose(last)
+    assert preview.fits
+    assert lab.plan == lab.result.candidates[last].plan
+    assert preview.trace.makespan_s == pytest.approx(lab.result.candidates[last].step_s)
+    with pytest.raises(HarmonyError, match="rank"):
+        lab.choose(last + 1)
+
+
+def test_packs_can_be_counted_anew(lab: Lab) -> None:
+    lab.prepare()
+    plan = lab.with_packs(num_backward_packs=2, num_forward_packs=1, mode=Mode.PP, backward_microbatch_size=4)
+    assert (len(plan.backward_packs), len(plan.forward_packs)) == (2, 1)
+    assert plan.mode is Mode.PP
+    assert plan.backward_microbatch_size == 4
+    assert lab.preview(plan).trace.makespan_s > 0
+    one = lab.with_packs(num_backward_packs=1)
+    assert one.forward_packs == ()
+    most = lab.with_packs(num_backward_packs=10_000)
+    assert len(most.backward_packs) == len(lab.layers)
+    with pytest.raises(PlanError):
+        lab.with_packs(backward_microbatch_size=0)
+
+
+def test_plan_that_does_not_fit_is_previewed_and_refused_at_launch() -> None:
+    lab = small_lab(small_model(), memory="64KiB")
+    lab.prepare()
+    preview = lab.choose(lab.with_packs(num_backward_packs=1))
+    assert not preview.fits
+    assert preview.problem is not None
+    assert max(preview.trace.peak_bytes) > 64 * 1024
+    with pytest.raises(PlanDoesNotFitError):
+        lab.launch(batches(1), 1)
+    lab.close()
+
+
+def test_model_that_cannot_fit_is_refused_with_layer_and_bytes() -> None:
+    lab = small_lab(small_model(), memory="8KiB")
+    with pytest.raises(PlanDoesNotFitError, match=r"layer.*KiB"):
+        lab.search()
+    assert lab.plan is None
+    lab.close()
+
+
+def test_without_an_optimizer_a_lab_plans_but_does_not_train() -> None:
+    lab = Lab(
+        small_model(),
+        mlp_batch(MINIBATCH),
+        loss_fn=cross_entropy,
+        minibatch_size=MINIBATCH,
+        machine=Machine.emulated(1, memory="1MiB"),
+    )
+    assert lab.search().best.minibatch_size == MINIBATCH
+    with pytest.raises(HarmonyError, match="no optimizer"):
+        lab.launch(batches(1), 1)
+    lab.close()
+
+
+def test_closed_lab_takes_no_work_and_says_so(lab: Lab) -> None:
+    lab.close()
+    with pytest.raises(HarmonyError, match="closed"):
+        lab.measure()
+
+
+def test_static_form_grows_with_the_work_done(lab: Lab) -> None:
+    assert "<svg" not in lab._repr_html_()
+    lab.prepare()
+    planned = lab._repr_html_()
+    assert "<svg" in planned
+    assert str(lab.plan) in planned.replace("&#x27;", "'")
+    run = lab.launch(batches(2), 2).wait(120)
+    assert "Loss" in lab._repr_html_()
+    assert "<svg" in run._repr_html_()
+
+
+def test_report_is_one_page_that_loads_nothing(lab: Lab, tmp_path: Path) -> None:
+    lab.launch(batches(2), 2).wait(120)
+    page = lab.report(tmp_path / "report.html").read_text()
+    assert page.count("<svg") >= 4
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "<script" not in page

@@ -1,0 +1,279 @@
+"""Run: steering and reporting, over a trainer that only counts."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harmony_lab.errors import HarmonyError, TrainingError
+from harmony_lab.machine import Machine
+from harmony_lab.plan import Plan
+from harmony_lab.program import Program
+from harmony_lab.run import Run, RunStatus
+from harmony_lab.trace import Origin, Trace
+
+PLAN = Plan.parse("dp minibatch=4 forward=4[] backward=4[0:2] devices=0")
+MACHINE = Machine.emulated(1)
+EMPTY = Trace(
+    origin=Origin.PREDICTED,
+    program=Program(minibatch_size=4, num_layers=2, budgets=MACHINE.budgets, blocks=(), ops=()),
+    machine=MACHINE,
+    start_s=np.zeros(0),
+    end_s=np.zeros(0),
+    memory=(),
+    moved_bytes={},
+)
+
+
+class CountingTrainer:
+    """Losses count down; ``step`` runs ``during`` first."""
+
+    def __init__(self, during: Callable[[int], None] = lambda number: None) -> None:
+        self.during = during
+        self.batches: list[Any] = []
+        self.closed = 0
+
+    @property
+    def predicted(self) -> Trace:
+        return EMPTY
+
+    @property
+    def last_trace(self) -> Trace | None:
+        return EMPTY
+
+    def step(self, batch: Any) -> float:
+        self.during(len(self.batches))
+        self.batches.append(batch)
+        return 100.0 - len(self.batches)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def start(trainer: CountingTrainer, data: Any, steps: int, **options: Any) -> Run:
+    run = Run(trainer, PLAN, data, steps, num_samples=lambda batch: len(batch), **options)
+    run.start()
+    return run
+
+
+def no_thread_left() -> bool:
+    return not any(thread.name == "harmony-lab run" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def held() -> Iterator[threading.Event]:
+    """Steps wait for this event; set at the latest when the test ends."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_finished_run_has_a_loss_per_step_and_closed_its_trainer() -> None:
+    trainer = CountingTrainer()
+    run = start(trainer, ["aaaa", "bbbb"], 3).wait()
+    assert run.status is RunStatus.FINISHED
+    assert run.losses == (99.0, 98.0, 97.0)
+    assert len(run.step_s) == 3
+    assert trainer.closed == 1
+    assert no_thread_left()
+
+
+def test_data_starts_over_when_used_up() -> None:
+    trainer = CountingTrainer()
+    start(trainer, ["aaaa", "bbbb"], 5).wait()
+    assert trainer.batches == ["aaaa", "bbbb", "aaaa", "bbbb", "aaaa"]
+
+
+def test_iterator_that_ends_early_is_noted() -> None:
+    run = start(CountingTrainer(), iter(["aaaa", "bbbb"]), 5).wait()
+    assert run.status is RunStatus.FINISHED
+    assert len(run.losses) == 2
+    assert "ended after 2 of 5 steps" in run.notes[0]
+
+
+def test_smaller_last_batch_is_noted_with_the_plan_it_ran_under() -> None:
+    run = start(CountingTrainer(), ["aaaa", "bb"], 2).wait()
+    assert len(run.notes) == 1
+    assert "step 2: a batch of 2 ran instead of 4" in run.notes[0]
+    assert str(PLAN.for_minibatch(2)) in run.notes[0]
+
+
+def test_stop_ends_after_the_current_step(held: threading.Event) -> None:
+    begun = threading.Event()
+
+    def during(number: int) -> None:
+        begun.set()
+        held.wait(30)
+
+    trainer = CountingTrainer(during)
+    run = start(trainer, ["aaaa"], 1000)
+    assert begun.wait(30)
+    stopper = threading.Thread(target=run.stop)
+    stopper.start()
+    held.set()
+    stopper.join(30)
+    assert run.status is RunStatus.STOPPED
+    assert 1 <= len(run.losses) < 1000
+    assert trainer.closed == 1
+    assert no_thread_left()
+
+
+def test_stop_from_a_listener_does_not_wait_for_itself() -> None:
+    run: list[Run] = []
+    registered = threading.Event()
+    trainer = CountingTrainer(lambda number: registered.wait(30) and None)
+    run.append(start(trainer, ["aaaa"], 1000))
+    run[0].subscribe(lambda event: run[0].stop() if event == "step" else None)
+    registered.set()
+    run[0].wait(30)
+    assert run[0].status is RunStatus.STOPPED
+    assert len(run[0].losses) == 1
+
+
+def test_paused_run_holds_still_until_resumed() -> None:
+    paused = threading.Event()
+    run: list[Run] = []
+    made = threading.Event()
+
+    def during(number: int) -> None:
+        made.wait(30)
+        if number == 1:
+            run[0].pause()
+            paused.set()
+
+    run.append(start(CountingTrainer(during), ["aaaa"], 4))
+    made.set()
+    assert paused.wait(30)
+    with pytest.raises(TimeoutError, match="paused"):
+        run[0].wait(0.2)
+    assert len(run[0].losses) == 2
+    assert run[0].status is RunStatus.PAUSED
+    run[0].resume()
+    assert run[0].wait(30).status is RunStatus.FINISHED
+    assert len(run[0].losses) == 4
+
+
+def test_paused_run_can_be_stopped() -> None:
+    run: list[Run] = []
+    made = threading.Event()
+
+    def during(number: int) -> None:
+        made.wait(30)
+        run[0].pause()
+
+    run.append(start(CountingTrainer(during), ["aaaa"], 4))
+    made.set()
+    run[0].stop()
+    assert run[0].status is RunStatus.STOPPED
+
+
+def test_failure_names_the_step_frees_the_trainer_and_is_raised_by_wait() -> None:
+    def during(number: int) -> None:
+        if number == 2:
+            raise RuntimeError("the label 99 is out of range")
+
+    trainer = CountingTrainer(during)
+    run = start(trainer, ["aaaa"], 9)
+    with pytest.raises(TrainingError, match="step 3 of 9: RuntimeError: the label 99"):
+        run.wait(30)
+    assert run.status is RunStatus.FAILED
+    assert len(run.losses) == 2
+    assert trainer.closed == 1
+    assert run.error is not None
+    assert run.error.__cause__ is None
+    assert run.error.__context__ is None
+    assert "during" in run.error.__notes__[0]  # where it happened, as text
+
+
+def test_failing_data_is_a_training_error() -> None:
+    def batches() -> Iterator[str]:
+        yield "aaaa"
+        raise KeyError("no such file")
+
+    run = start(CountingTrainer(), batches(), 9)
+    with pytest.raises(TrainingError, match="step 2 of 9: KeyError"):
+        run.wait(30)
+
+
+def test_empty_data_is_a_training_error() -> None:
+    with pytest.raises(TrainingError, match="yields no batch"):
+        start(CountingTrainer(), [], 9).wait(30)
+
+
+def test_a_single_batch_is_refused_with_the_cure() -> None:
+    with pytest.raises(HarmonyError, match=r"pass \[batch\]"):
+        Run(CountingTrainer(), PLAN, {"input_ids": 1}, 3, num_samples=len)
+
+
+def test_a_failing_listener_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    begin = threading.Event()
+    run = start(CountingTrainer(lambda number: begin.wait(30) and None), ["aaaa"], 3)
+
+    def listener(event: str) -> None:
+        raise ValueError("broken view")
+
+    run.subscribe(listener)
+    begin.set()
+    assert run.wait(30).status is RunStatus.FINISHED
+    assert "broken view" in caplog.text
+
+
+def test_unsubscribed_listener_hears_no_more() -> None:
+    heard: list[str] = []
+    begin = threading.Event()
+    run = start(CountingTrainer(lambda number: begin.wait(30) and None), ["aaaa"], 3)
+    run.subscribe(heard.append)()
+    begin.set()
+    run.wait(30)
+    assert heard == []
+
+
+def test_record_every_limits_recorded_steps_but_keeps_the_last() -> None:
+    run = start(CountingTrainer(), ["aaaa"], 7, record_every=3).wait(30)
+    assert len(run.losses) == 7
+    assert len(run.swap_bytes) == 3  # after steps 3, 6 and 7
+
+
+def test_interrupt_while_waiting_stops_the_run() -> None:
+    started = threading.Event()
+
+    def during(number: int) -> None:
+        started.wait(30)
+        if number == 0:
+            threading.Event().wait(0.3)  # by then the main thread waits
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = CountingTrainer(during)
+    run = start(trainer, ["aaaa"], 10**9)
+
+    def wait() -> None:
+        started.set()
+        run.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert run.status is RunStatus.STOPPED
+    assert trainer.closed == 1
+
+
+def test_a_run_nobody_waits_for_ends_with_the_interpreter() -> None:
+    code = """
+from harmony_lab.plan import Plan
+from harmony_lab.run import Run
+
+class Endless:
+    predicted = last_trace = None
+    def step(self, batch): return 0.0
+    def close(self): print("closed")
+
+plan = Plan.parse("dp minibatch=4 forward=4[] backward=4[0:2] devices=0")
+Run(Endless(), plan, ["aaaa"], 10**12, num_samples=len).start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "closed"
