@@ -1,0 +1,239 @@
+"""Dashboard: what happens between Lab, controls and pictures, without a front end."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import harmony_lab as hl
+from harmony_lab.notebook.candidates import NONE_CHOSEN
+from harmony_lab.notebook.dashboard import Dashboard, _Requests
+from harmony_lab.notebook.plot import Plot, _carried
+
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def dashboard(lab: hl.Lab, batches: list[Any]) -> Iterator[Dashboard]:
+    lab.prepare()
+    shown = Dashboard(lab, namespace=lambda: {"batches": batches, "model": object()})
+    yield shown
+    shown.close()
+    assert shown.settle(PATIENCE_S)
+
+
+def turn(dashboard: Dashboard, knob: str, value: Any) -> None:
+    dashboard.knobs.controls[knob].value = value
+    assert dashboard.settle(PATIENCE_S)
+
+
+def other_prefetch(dashboard: Dashboard) -> int:
+    return 0 if dashboard.lab.plan.prefetch else 1
+
+
+def test_a_fresh_lab_is_profiled_and_searched_when_shown_then_filled_in(lab):
+    dashboard = Dashboard(lab, namespace=dict)
+    assert dashboard.table.rows == []
+    assert dashboard.knobs.text.disabled
+    dashboard.start()
+    assert dashboard.settle(PATIENCE_S)
+    assert len(dashboard.table.rows) == min(10, len(lab.result.candidates))
+    assert dashboard.table.selected == 0
+    assert lab.result.explain() in dashboard.header.value
+    assert dashboard.knobs.text.value == str(lab.plan)
+    assert not dashboard.knobs.text.disabled
+    assert dashboard.progress.layout.display == "none"
+    assert dashboard.pictures.timeline.figure["data"]
+
+
+def test_what_cannot_fit_is_said_in_the_panel(lab):
+    lab.machine = lab.machine.with_(memory="20KiB")
+    dashboard = Dashboard(lab, namespace=dict)
+    dashboard.start()
+    assert dashboard.settle(PATIENCE_S)
+    assert "layer 0 does not fit into emu0" in dashboard.trouble.value
+    assert dashboard.progress.layout.display == "none"
+
+
+def test_a_knob_changes_the_plan_the_figures_and_the_deltas(dashboard):
+    before = [plot.figure for plot in (dashboard.pictures.timeline, dashboard.pictures.memory)]
+    turn(dashboard, "prefetch", other_prefetch(dashboard))
+    turn(dashboard, "backward_microbatch_size", 1)
+    lab = dashboard.lab
+    assert lab.plan.backward_microbatch_size == 1
+    assert dashboard.knobs.text.value == str(lab.plan)
+    assert [plot.figure for plot in (dashboard.pictures.timeline, dashboard.pictures.memory)] != before
+    change = lab.predicted.makespan_s / lab.result.candidates[0].step_s - 1
+    assert f"{change:+.1%}".replace("%", " %").replace("-", "−") in dashboard.figures.value
+    assert dashboard.table.selected == 0  # the reference stays
+
+
+def test_moves_while_busy_are_superseded_by_the_last(dashboard, monkeypatch):
+    busy, go_on = threading.Event(), threading.Event()
+    chosen: list[int] = []
+    choose = dashboard.lab.choose
+
+    def slow_choose(plan: Any) -> Any:
+        chosen.append(plan.backward_microbatch_size)
+        busy.set()
+        go_on.wait(PATIENCE_S)
+        return choose(plan)
+
+    monkeypatch.setattr(dashboard.lab, "choose", slow_choose)
+    control = dashboard.knobs.controls["backward_microbatch_size"]
+    sizes = [size for size in control.options if size != control.value]
+    control.value = sizes[0]
+    busy.wait(PATIENCE_S)
+    for size in sizes[1:]:
+        control.value = size
+    go_on.set()
+    assert dashboard.settle(PATIENCE_S)
+    assert chosen == [sizes[0], sizes[-1]]
+    assert dashboard.lab.plan.backward_microbatch_size == sizes[-1] == control.value
+
+
+def test_choosing_in_a_cell_moves_the_controls_without_an_echo(dashboard, monkeypatch):
+    result = dashboard.lab.result
+    rank = next(r for r, c in enumerate(result.candidates) if c.plan.backward_packs != result.best.backward_packs)
+    calls: list[Any] = []
+    choose = dashboard.lab.choose
+    monkeypatch.setattr(dashboard.lab, "choose", lambda plan: calls.append(plan) or choose(plan))
+    dashboard.lab.choose(rank)
+    assert dashboard.settle(PATIENCE_S)
+    assert calls == [rank]
+    plan = result.candidates[rank].plan
+    assert dashboard.knobs.controls["num_backward_packs"].value == len(plan.backward_packs)
+    assert dashboard.table.selected == (rank if rank < len(dashboard.table.rows) else NONE_CHOSEN)
+
+
+def test_a_row_of_the_table_is_chosen_and_becomes_the_reference(dashboard):
+    dashboard.table.selected = 1  # as the front end does
+    assert dashboard.settle(PATIENCE_S)
+    assert dashboard.lab.plan == dashboard.lab.result.candidates[1].plan
+    assert "against candidate 1" in dashboard.figures.value
+
+
+def test_a_plan_that_does_not_fit_is_drawn_with_what_it_exceeds_and_not_launched(dashboard):
+    turn(dashboard, "num_backward_packs", 1)
+    assert dashboard.lab.predicted.program.budgets[0] < max(dashboard.lab.predicted.peak_bytes)
+    assert "does not fit" in dashboard.figures.value
+    assert dashboard.pictures.memory.figure["data"]
+    dashboard.launcher.launch.click()
+    assert dashboard.settle(PATIENCE_S)
+    assert dashboard.lab.run is None
+    assert "harmony-error" in dashboard.launcher.message.value
+    assert not dashboard.launcher.launch.disabled
+
+
+def test_a_typed_plan_is_taken_and_a_broken_one_is_explained_beside_the_text(dashboard):
+    plan = dashboard.lab.plan
+    dashboard.knobs.text.value = "dp minibatch=8"
+    assert dashboard.settle(PATIENCE_S)
+    assert "backward= is missing" in dashboard.knobs.message.value
+    assert dashboard.lab.plan == plan
+    typed = plan.with_(prefetch=other_prefetch(dashboard))
+    dashboard.knobs.text.value = str(typed)
+    assert dashboard.settle(PATIENCE_S)
+    assert dashboard.lab.plan == typed
+    assert dashboard.knobs.controls["prefetch"].value == typed.prefetch
+    assert dashboard.knobs.message.value == ""
+
+
+def test_a_plan_for_other_layers_is_refused_in_the_panel(dashboard):
+    plan = dashboard.lab.plan
+    dashboard.knobs.text.value = "dp minibatch=8 forward=4[] backward=4[0:99] devices=0"
+    assert dashboard.settle(PATIENCE_S)
+    assert "harmony-error" in dashboard.knobs.message.value
+    assert dashboard.lab.plan == plan
+
+
+def test_reset_returns_to_the_chosen_candidate(dashboard):
+    turn(dashboard, "prefetch", other_prefetch(dashboard))
+    turn(dashboard, "num_backward_packs", 2)
+    dashboard.knobs.reset.click()
+    assert dashboard.settle(PATIENCE_S)
+    assert dashboard.lab.plan == dashboard.lab.result.best
+
+
+def test_launch_trains_with_the_plan_shown_and_stop_stops(dashboard, batches):
+    turn(dashboard, "prefetch", other_prefetch(dashboard))
+    assert dashboard.launcher.source.value == "batches"
+    dashboard.launcher.steps.value = 100_000
+    dashboard.launcher.launch.click()
+    assert dashboard.settle(PATIENCE_S)
+    run = dashboard.lab.run
+    assert run.active
+    assert run.plan == dashboard.lab.plan
+    stepped = threading.Event()
+    run.subscribe(lambda event: stepped.set() if event == "step" else None)
+    assert stepped.wait(PATIENCE_S)
+    panel = dashboard.launcher.panel
+    assert panel.run is run
+    assert dashboard.launcher.launch.disabled
+    panel.stop.click()
+    run.wait(PATIENCE_S)
+    assert panel.settle(PATIENCE_S)
+    assert dashboard.settle(PATIENCE_S)
+    assert run.status == "stopped"
+    assert "stopped" in panel.headline.value
+    assert panel.curve.figure["data"][0]["y"]
+    assert not dashboard.launcher.launch.disabled
+    assert dashboard.pictures.measured.figure["data"]
+
+
+def test_data_that_is_not_there_is_said_before_anything_starts(dashboard):
+    dashboard.launcher.source.value = "lodaer"
+    dashboard.launcher.launch.click()
+    assert "no &#x27;lodaer&#x27; in this notebook" in dashboard.launcher.message.value
+    assert "batches" in dashboard.launcher.message.value
+    assert dashboard.lab.run is None
+
+
+def test_data_given_to_the_dashboard_needs_no_name(lab, batches):
+    lab.prepare()
+    dashboard = Dashboard(lab, data=batches, namespace=dict)
+    dashboard.launcher.steps.value = 2
+    dashboard.launcher.launch.click()
+    assert dashboard.settle(PATIENCE_S)
+    assert len(lab.run.wait(PATIENCE_S).losses) == 2
+    dashboard.close()
+
+
+def test_a_run_launched_in_a_cell_appears(dashboard, batches):
+    run = dashboard.lab.launch(batches, 2).wait(PATIENCE_S)
+    assert dashboard.settle(PATIENCE_S)
+    assert dashboard.launcher.panel.run is run
+
+
+def test_closing_the_lab_ends_threads_and_leaves_the_last_state_visible(dashboard):
+    dashboard.lab.close()
+    assert dashboard.settle(PATIENCE_S)
+    assert "closed" in dashboard.message.value
+    assert dashboard.knobs.text.disabled
+    assert dashboard.launcher.launch.disabled
+    assert dashboard.pictures.timeline.figure["data"]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("harmony-lab dashboard")]
+
+
+def test_plotly_travels_once_however_many_figures_there_are(dashboard):
+    figures = [*vars(dashboard.pictures).values(), Plot()]
+    plots = [figure for figure in figures if isinstance(figure, Plot)]
+    assert len(plots) == 6
+    assert max(len(plot.get_state()["_esm"]) for plot in plots) < 10_000
+    (library,) = _carried
+    assert len(library.get_state()["_esm"]) > 1_000_000
+
+
+def test_a_superseded_variation_that_arrives_late_is_not_taken_for_a_choice_from_elsewhere():
+    plans = [hl.Plan.parse(f"dp minibatch=8 forward=1[] backward={size}[0:4] devices=0") for size in (1, 2, 4)]
+    requests = _Requests()
+    first, second = requests.next_number(), requests.next_number()
+    requests.asked(plans[0], first)
+    requests.asked(plans[1], second)
+    assert requests.arrived(plans[2]) is None
+    assert requests.arrived(plans[0]) == first
+    assert not requests.is_newest(first)
+    assert requests.arrived(plans[1]) == second
+    assert requests.is_newest(second)
+    assert requests.arrived(plans[0]) is None  # the user has moved on: who chooses it now means it
