@@ -40,7 +40,7 @@ class _Simulation:
         self.emulated = [device.backend is Backend.EMULATED for device in machine.devices]
         self.now = 0.0
         capacity: dict[Hashable, float] = {CORES: float(machine.host.num_cores)}
-        capacity.update(machine.capacities)
+        capacity.update(machine.capacities.items())
         self.shared = SharedResources(capacity)
         self.fixed: list[tuple[float, int]] = []  # (end, op) of ops that share nothing
         self.flows_left: dict[int, int] = {}
