@@ -213,21 +213,22 @@ def _alive_bytes(program: Program, order: _Order) -> list[Ints]:
     """Per device and op: the most that can be alive when that op runs, see ``program``; 0 for ops that allocate nothing
     there."""
     count = len(program.ops)
-    alive = []
-    for device in range(program.num_devices):
-        allocated, freed = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        for number, op in enumerate(program.ops):
-            for blocks, totals in ((op.writes, allocated), (op.frees, freed)):
-                totals[number] += sum(program.blocks[b].num_bytes for b in blocks if program.blocks[b].device == device)
-        known_free = np.zeros(count, dtype=np.int64)
-        for column in range(order.clocks.shape[1]):
-            members = np.flatnonzero(order.stream_of == column)
-            if freed[members].any():
-                before = np.concatenate(([0], np.cumsum(freed[members])))
-                clock = order.clocks[:, column] - (order.stream_of == column)  # what precedes the start, not the end
-                known_free += before[clock]
-        alive.append(np.where(allocated > 0, np.cumsum(allocated) - known_free, 0))
-    return alive
+    allocated = np.zeros((program.num_devices, count), dtype=np.int64)
+    freed = np.zeros((program.num_devices, count), dtype=np.int64)
+    for number, op in enumerate(program.ops):
+        for indices, totals in ((op.writes, allocated), (op.frees, freed)):
+            for index in indices:
+                block = program.blocks[index]
+                if block.device != HOST:
+                    totals[block.device, number] += block.num_bytes
+    known_free = np.zeros_like(freed)
+    for column in range(order.clocks.shape[1]):
+        members = np.flatnonzero(order.stream_of == column)
+        before = np.zeros((program.num_devices, len(members) + 1), dtype=np.int64)
+        np.cumsum(freed[:, members], axis=1, out=before[:, 1:])
+        clock = order.clocks[:, column] - (order.stream_of == column)  # what precedes the start, not the end
+        known_free += before[:, clock]
+    return list(np.where(allocated > 0, np.cumsum(allocated, axis=1) - known_free, 0))
 
 
 def _budgets(program: Program, order: _Order) -> Iterator[str]:

@@ -20,7 +20,6 @@ from harmony_lab.trace import MemoryTimeline, Origin, Trace
 
 __all__ = ["run"]
 
-CORES = "host cores"
 _KINDS = tuple(TensorKind)
 _KIND_INDEX = {kind: i for i, kind in enumerate(_KINDS)}
 
@@ -39,9 +38,12 @@ class _Simulation:
         self.program, self.profile, self.machine = program, profile, machine
         self.emulated = [device.backend is Backend.EMULATED for device in machine.devices]
         self.now = 0.0
-        capacity: dict[Hashable, float] = {CORES: float(machine.host.num_cores)}
-        capacity.update(machine.capacities.items())
-        self.shared = SharedResources(capacity)
+        hops = machine.capacities
+        self.numbers = {hop: number for number, hop in enumerate(hops)}  # of resources: quicker to look up than hops
+        self.cores = len(hops)
+        self.shared = SharedResources(dict(enumerate([*hops.values(), float(machine.host.num_cores)])))
+        self.routes: dict[tuple[int, int], tuple[tuple[int, ...], float]] = {}
+        self.seconds: dict[tuple[OpKind, tuple[int, int], int, bool], float] = {}
         self.fixed: list[tuple[float, int]] = []  # (end, op) of ops that share nothing
         self.flows_left: dict[int, int] = {}
         self.latency: dict[int, float] = {}
@@ -108,11 +110,17 @@ class _Simulation:
             self.moved[source, destination, kind] = self.moved.get((source, destination, kind), 0) + num_bytes
             by_route[source, destination] = by_route.get((source, destination), 0) + num_bytes
         flows = []
-        for (source, destination), num_bytes in by_route.items():
-            route = self.machine.route(source, destination)
-            self.latency[number] = max(self.latency.get(number, 0.0), self.machine.latency_s(route))
-            flows.append(Flow(route, float(num_bytes)))
+        for ends, num_bytes in by_route.items():
+            resources, latency_s = self.routes.get(ends) or self._route(ends)
+            if latency_s:
+                self.latency[number] = max(self.latency.get(number, 0.0), latency_s)
+            flows.append(Flow(resources, float(num_bytes)))
         return flows
+
+    def _route(self, ends: tuple[int, int]) -> tuple[tuple[int, ...], float]:
+        route = self.machine.route(*ends)
+        self.routes[ends] = tuple(self.numbers[hop] for hop in route), self.machine.latency_s(route)
+        return self.routes[ends]
 
     def _core_flows(self, op: Op) -> list[Flow]:
         """Work on the host's cores: updates, and the computing of emulated devices."""
@@ -122,22 +130,27 @@ class _Simulation:
             threads = self.machine.devices[op.device].compute_threads
         else:
             return []
-        return [Flow((CORES,), self._seconds(op), cap=1.0, weight=float(threads))]
+        return [Flow((self.cores,), self._seconds(op), cap=1.0, weight=float(threads))]
 
     def _seconds(self, op: Op) -> float:
-        start, stop = op.layers
-        size = op.samples[1] - op.samples[0]
-        layers = range(start, stop)
-        match op.kind:
+        keeps = op.kind is OpKind.FORWARD and any(self.program.blocks[b].kind is TensorKind.SAVED for b in op.writes)
+        key = (op.kind, op.layers, op.samples[1] - op.samples[0], keeps)
+        seconds = self.seconds.get(key)
+        if seconds is None:
+            seconds = self.seconds[key] = self._profiled_seconds(*key)
+        return seconds
+
+    def _profiled_seconds(self, kind: OpKind, pack: tuple[int, int], size: int, keeps: bool) -> float:
+        """``keeps``: whether a forward saves what backward needs, and so takes as long as a recompute."""
+        layers = range(*pack)
+        match kind:
             case OpKind.UPDATE:
                 return sum(self.profile.layers[layer].update_s for layer in layers)
             case OpKind.BACKWARD:
                 return sum(self.profile.cost(layer, size).backward_s for layer in layers)
-            case OpKind.RECOMPUTE:
+            case OpKind.RECOMPUTE | OpKind.FORWARD if keeps or kind is OpKind.RECOMPUTE:
                 return sum(self.profile.cost(layer, size).recompute_s for layer in layers)
             case OpKind.FORWARD:
-                if any(self.program.blocks[block].kind is TensorKind.SAVED for block in op.writes):
-                    return sum(self.profile.cost(layer, size).recompute_s for layer in layers)
                 return sum(self.profile.cost(layer, size).forward_s for layer in layers)
         return 0.0
 
