@@ -1,35 +1,43 @@
 """Program: what happens in one iteration, on which stream and after what.
 
-A Program is a list of ops over *blocks* of memory.  The rules that give it its meaning, for simulator and runtime
-alike:
+A Program is a list of ops over *blocks* of memory.  The rules that give it its meaning, for simulator and runtime alike:
 
 - Ops of one (device, stream) run one at a time, in list order.  Ops of different streams run concurrently.
 - An op starts when the op before it on its stream and every op in ``after`` have ended.  ``after`` points backwards in
-the list
-  only, so a Program cannot deadlock.
+  the list only, so a Program cannot deadlock.
 - An op's ``writes`` are allocated when it starts and hold their content when it ends.  Its ``frees`` are released when
-it ends.
+  it ends.
 - Peak memory is a property of the Program, not of timing.  Ops are listed in the order in which memory was promised to
   them: when op k starts, whatever ops up to k allocated may be alive, less what ops that must precede k have freed.
   The largest such sum bounds the memory of every interleaving (``planner.check``).
 
-What each op does::
+What each op does:
 
-    SWAP_IN     host → device   WEIGHT, BUFFER and INPUT (parts of the batch) come from the host's store; other kinds
-    from the host blocks
-                                in ``reads``, which may be cut along the batch in other places than the block written
-    SWAP_OUT    device → host   device blocks in ``reads`` to the host blocks in ``writes``, in the same order; BUFFER
-    goes to the host's store SEND        offers the device blocks in ``reads`` to a peer; takes no time by itself RECV
-    copies the peer's blocks (in ``reads``) into this device's (in ``writes``, same order); names its SEND in ``after``
-    FORWARD     runs layers on one microbatch without gradient, writes the ACTIVATION of boundaries (inside the pack:
-    kept for
-                a backward pack that starts there); if it writes a SAVED block, it keeps what backward needs
-    RECOMPUTE   the forward of a backward pack from its kept input, with gradient: writes SAVED BACKWARD    consumes
-    SAVED and the ACTIVATION_GRADIENT of its stop boundary, adds to the pack's GRADIENT block (the first
-                microbatch's writes it, zeroed), writes the ACTIVATION_GRADIENT of its start boundary
-    ALL_REDUCE  leaves on every device the sum of all devices' GRADIENT blocks, for one shard of them UPDATE      the
-    optimizer's step, on the host, for parameters whose gradients are complete; reads host GRADIENT blocks FREE
-    releases blocks that several ops read last
+``SWAP_IN``
+    Host to device.  WEIGHT, BUFFER and INPUT (parts of the batch) come from the host's store; other kinds from the host
+    blocks in ``reads``, which may be cut along the batch in other places than the block written.
+``SWAP_OUT``
+    Device to host: the device blocks in ``reads`` to the host blocks in ``writes``, in the same order.  BUFFER goes to
+    the host's store.
+``SEND``
+    Offers the device blocks in ``reads`` to a peer; takes no time by itself.
+``RECV``
+    Copies the peer's blocks in ``reads`` into this device's in ``writes``, in the same order; has its SEND in ``after``.
+``FORWARD``
+    Runs layers on one microbatch without gradient and writes the ACTIVATION of boundaries: its output, and inside the
+    pack what a backward pack that starts there needs.  If it writes a SAVED block, it runs with gradient and keeps what
+    backward needs.
+``RECOMPUTE``
+    The forward of a backward pack from its kept input, with gradient; writes SAVED.
+``BACKWARD``
+    Consumes SAVED and the ACTIVATION_GRADIENT of its stop boundary, adds to the pack's GRADIENT block (the first
+    microbatch's op writes it, zeroed) and writes the ACTIVATION_GRADIENT of its start boundary.
+``ALL_REDUCE``
+    Leaves on every device the sum of all devices' GRADIENT blocks, for one shard of them.
+``UPDATE``
+    The optimizer's step, on the host, for parameters whose gradients are complete; reads host GRADIENT blocks.
+``FREE``
+    Releases blocks that several ops read last.
 """
 
 from collections.abc import Iterable, Iterator

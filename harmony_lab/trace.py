@@ -59,7 +59,7 @@ class Trace:
     """What happened in one iteration.
 
     ``start_s`` and ``end_s`` are parallel to ``program.ops``, seconds from the start.  ``memory``: one timeline per
-    device. ``moved_bytes``: bytes by (source, destination, kind), devices by index, the host as ``HOST``.  In a
+    device.  ``moved_bytes``: bytes by (source, destination, kind), devices by index, the host as ``HOST``.  In a
     measured trace memory and moved bytes are counted from the allocations and copies that took place.
     """
 

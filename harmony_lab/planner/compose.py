@@ -37,6 +37,11 @@ class Unit(NamedTuple):
         return self.task.samples[self.position]
 
     @property
+    def num_samples(self) -> int:
+        start, stop = self.samples
+        return stop - start
+
+    @property
     def is_first(self) -> bool:
         return self.position == 0
 
@@ -66,6 +71,12 @@ def _violations(plan: Plan, profile: Profile, machine: Machine) -> Iterable[str]
                 f"{name} is {getattr(plan, name)}, the profile was measured up to {profile.largest_microbatch}; "
                 "use a smaller one or profile again with larger microbatch_sizes"
             )
+    smallest = min(_microbatch_sizes(plan))
+    if smallest < profile.microbatch_sizes[0]:
+        yield (
+            f"a microbatch has {smallest} samples (the last of a minibatch may be smaller than the others), the "
+            f"profile was measured from {profile.microbatch_sizes[0]} up; use a size that leaves no smaller rest"
+        )
     if profile.first_trainable_layer == len(profile):
         yield "the model has no trainable parameter"
     if plan.mode is Mode.DP and plan.num_devices > 1 and profile.serial_buffers:
@@ -78,6 +89,12 @@ def _violations(plan: Plan, profile: Profile, machine: Machine) -> Iterable[str]
         for boundary in sorted({pack.start for pack in plan.backward_packs} - {0}):
             if not profile.splits_at(boundary):
                 yield f"microbatch sizes must be equal: a value at boundary {boundary} has no batch dimension"
+
+
+def _microbatch_sizes(plan: Plan) -> set[int]:
+    shares = {plan.share(position) for position in range(plan.num_devices)}
+    sizes = {plan.backward_microbatch_size, plan.forward_microbatch_size if plan.forward_packs else 0} - {0}
+    return {stop - start for share in shares for size in sizes for start, stop in microbatches(*share, size)}
 
 
 def compose(plan: Plan, profile: Profile) -> tuple[Task, ...]:

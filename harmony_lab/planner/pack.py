@@ -46,7 +46,23 @@ class PackCosts:
         return sum(self.profile.cost(layer, size).backward_s for layer in range(start, stop))
 
     def _saved_bytes(self, start: int, stop: int, size: int) -> int:
-        return math.ceil(sum(self.profile.cost(layer, size).saved_bytes for layer in range(start, stop)))
+        return math.ceil(self._saved_before(start, stop, size)[-1])
+
+    def _saved_before(self, start: int, stop: int, size: int) -> list[float]:
+        """What is kept for backward when each layer begins, from the first trainable one on, and after the last.
+
+        Layers below that one keep nothing: what they compute is dropped after its last use, which may be there.
+        """
+        first = max(start, min(stop, self.profile.first_trainable_layer))
+        saved: list[float] = [self._new_bytes(start, first, size)]
+        for layer in range(first, stop):
+            saved.append(saved[-1] + self.profile.cost(layer, size).saved_bytes)
+        return saved
+
+    def _new_bytes(self, start: int, boundary: int, size: int) -> int:
+        """Values of a boundary that did not come in at ``start``."""
+        given = {spec.name for spec in self.profile.boundaries[start]}
+        return sum(spec.num_bytes(size) for spec in self.profile.boundaries[boundary] if spec.name not in given)
 
     def _forward_workspace(self, start: int, stop: int, size: int, keep: tuple[int, ...]) -> int:
         """Forward without gradient, beside its input and the boundaries it keeps."""
@@ -64,21 +80,22 @@ class PackCosts:
 
     def _recompute_workspace(self, start: int, stop: int, size: int) -> int:
         """Forward with gradient, beside its input and what it saves."""
-        peak = saved = 0.0
-        for layer in range(start, stop):
-            cost = self.profile.cost(layer, size)
-            peak = max(peak, saved + cost.recompute_peak_bytes)
-            saved += cost.saved_bytes
-        return max(0, math.ceil(peak - saved))
+        saved = self._saved_before(start, stop, size)
+        first = stop + 1 - len(saved)
+        peaks = [
+            (self._new_bytes(start, layer, size) if layer < first else saved[layer - first])
+            + self.profile.cost(layer, size).recompute_peak_bytes
+            for layer in range(start, stop)
+        ]
+        return max(0, math.ceil(max(peaks) - saved[-1]))
 
     def _backward_workspace(self, start: int, stop: int, size: int) -> int:
         """Backward, beside what was saved and the gradients of the pack's output and input."""
-        saved = [0.0]
-        for layer in range(start, stop):
-            saved.append(saved[-1] + self.profile.cost(layer, size).saved_bytes)
+        saved = self._saved_before(start, stop, size)
+        first = stop + 1 - len(saved)
         peak = 0.0
-        for layer in range(start, stop):
-            alive = saved[layer - start] + self.profile.cost(layer, size).backward_peak_bytes
+        for layer in range(first, stop):
+            alive = saved[layer - first] + self.profile.cost(layer, size).backward_peak_bytes
             alive += self._passing_gradient_bytes(layer, size)
             if layer == stop - 1 < len(self.profile) - 1:  # the loss's own gradient is no block
                 alive -= self.boundary_gradient_bytes(stop, size)

@@ -61,8 +61,8 @@ class SearchResult:
     """Candidates, best first.
 
     ``lower_bound_s``: no plan of these modes for this minibatch can be faster.  ``best_trace``: the best plan's
-    predicted iteration. ``num_bounded``: candidates not simulated because their bound was no better than the best plan;
-    ``num_skipped``: because the search had simulated enough.
+    predicted iteration.  ``num_bounded``: candidates not simulated because their bound was no better than the best
+    plan; ``num_skipped``: because the search had simulated enough.
     """
 
     candidates: tuple[Candidate, ...]
@@ -175,9 +175,8 @@ class _Search:
         best_trace: Trace | None = None
         num_ops = num_bounded = num_skipped = 0
         for of_mode in plans:
-            ordered = sorted(of_mode, key=self._promise)
-            for position, plan in enumerate(ordered):
-                bound, _ = self._promise(plan)
+            ordered = sorted(((self._promise(plan), plan) for plan in of_mode), key=lambda pair: pair[0])
+            for position, ((bound, _), plan) in enumerate(ordered):
                 if best_trace is not None and position >= _SHOWN_PER_MODE:
                     if bound >= _WORTHWHILE * best_trace.makespan_s:
                         num_bounded += len(ordered) - position
@@ -230,10 +229,7 @@ class _Search:
     # -- candidates ---------------------------------------------------------------------------------------------------
 
     def _plans(self, mode: Mode) -> Iterator[Plan]:
-        share = self.minibatch_size
-        if mode is Mode.DP:
-            share = -(-self.minibatch_size // self.machine.num_devices)
-        sizes = self._sizes(share)
+        sizes = self._sizes(mode)
         for backward_size in sizes:
             for backward_packs in self._packs(mode, backward_size, 0, len(self.profile), forward=False, stash_at=()):
                 yield from self._with_forward(mode, sizes, backward_size, backward_packs)
@@ -260,9 +256,20 @@ class _Search:
                     fingerprint=self.profile.fingerprint,
                 )
 
-    def _sizes(self, share: int) -> list[int]:
-        largest = min(share, self.profile.largest_microbatch)
-        return sorted({size for size in self.profile.microbatch_sizes if size <= share} | {largest})
+    def _sizes(self, mode: Mode) -> list[int]:
+        """Microbatch sizes to try: the measured ones and the largest that there is use for.
+
+        None that leaves a rest smaller than the smallest measured one; if they all do, any size between that does not.
+        """
+        count = self.machine.num_devices if mode is Mode.DP else 1
+        shares = {self.minibatch_size // count, -(-self.minibatch_size // count)}
+        smallest, largest = self.profile.microbatch_sizes[0], min(max(shares), self.profile.largest_microbatch)
+        usable = [
+            size
+            for size in range(smallest, largest + 1)
+            if all(min(share, share % size or size) >= smallest for share in shares)
+        ]
+        return [size for size in usable if size in {*self.profile.microbatch_sizes, largest}] or usable
 
     def _packs(
         self, mode: Mode, size: int, start: int, stop: int, *, forward: bool, stash_at: tuple[int, ...]

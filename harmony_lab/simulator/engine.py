@@ -1,12 +1,11 @@
-"""simulate: run a Program against a Profile and a Machine in virtual time.
+"""run: a Program against a Profile and a Machine in virtual time.
 
 A discrete-event simulation: an op starts when the one before it on its stream and all it waits for have ended.  Ops
-that share something
-(links; the host's cores) progress together at max-min fair rates (``sharing``); others take their profiled seconds.
+that share something (links; the host's cores) progress together at max-min fair rates (``sharing``); others take their
+profiled seconds.
 """
 
 import heapq
-from collections.abc import Hashable
 from itertools import pairwise
 
 import numpy as np
@@ -155,31 +154,32 @@ class _Simulation:
         return 0.0
 
     def _advance(self) -> list[int]:
-        """Move to the next completion; returns the ops that end then (empty: nothing is under way)."""
-        flow = self.shared.next_completion()
-        if self.fixed and (flow is None or self.fixed[0][0] <= flow[0]):
-            self.now = self.fixed[0][0]
+        """Move to the next time at which ops end; returns them (empty: nothing is under way)."""
+        while True:
+            flow = self.shared.next_completion()
+            if self.fixed and (flow is None or self.fixed[0][0] <= flow[0]):
+                return self._fixed_ended()
+            if flow is None:
+                return []
+            self.now, key = flow
             self.shared.advance(self.now)
-            ended = []
-            while self.fixed and self.fixed[0][0] <= self.now:
-                ended.append(heapq.heappop(self.fixed)[1])
-            return ended
-        if flow is None:
-            return []
-        self.now, key = flow
-        self.shared.advance(self.now)
-        self.shared.remove(key)
-        return self._flow_ended(key)
+            self.shared.remove(key)
+            assert isinstance(key, tuple)
+            number: int = key[0]
+            self.flows_left[number] -= 1
+            if self.flows_left[number] == 0:
+                latency_s = self.latency.get(number)
+                if not latency_s:
+                    return [number]
+                heapq.heappush(self.fixed, (self.now + latency_s, number))
 
-    def _flow_ended(self, key: Hashable) -> list[int]:
-        assert isinstance(key, tuple)
-        number: int = key[0]
-        self.flows_left[number] -= 1
-        if self.flows_left[number] == 0 and not self.latency.get(number):
-            return [number]
-        if self.flows_left[number] == 0:
-            heapq.heappush(self.fixed, (self.now + self.latency[number], number))
-        return self._advance()
+    def _fixed_ended(self) -> list[int]:
+        self.now = self.fixed[0][0]
+        self.shared.advance(self.now)
+        ended = []
+        while self.fixed and self.fixed[0][0] <= self.now:
+            ended.append(heapq.heappop(self.fixed)[1])
+        return ended
 
     def _end(self, ended: list[int]) -> list[int]:
         ready = []

@@ -5,7 +5,7 @@ import random
 import pytest
 import toy_profiles as toys
 
-from harmony_lab.errors import PlanDoesNotFitError
+from harmony_lab.errors import PlanDoesNotFitError, PlanError
 from harmony_lab.plan import Pack, Plan
 from harmony_lab.planner.bounds import candidate_bound
 from harmony_lab.planner.check import check
@@ -134,3 +134,15 @@ def test_packs_respect_the_memory_cap() -> None:
     assert all(costs.backward_bytes(pack.start, pack.stop, 2) <= 5_000_000 for pack in packs)
     assert largest_fitting_packs(costs, 0, 8, 2, 2, forward=False, budget_bytes=5_000_000) is None
     assert balanced_packs(toys.profile(8), 2, 8, 3, 1, forward=True) == (Pack(2, 4), Pack(4, 6), Pack(6, 8))
+
+
+def test_no_microbatch_is_left_smaller_than_what_was_measured() -> None:
+    from dataclasses import replace
+
+    profile = toys.profile(6)
+    layers = tuple(replace(layer, costs=layer.costs[1:]) for layer in profile.layers)
+    from_two = replace(profile, layers=layers, microbatch_sizes=profile.microbatch_sizes[1:])
+    result = search(from_two, toys.gpus(2), 9, modes=("pp",))
+    assert {candidate.plan.backward_microbatch_size for candidate in result.candidates} <= {3, 5, 6, 7}
+    with pytest.raises(PlanError, match="a microbatch has 1 samples"):
+        lower(result.best.with_(forward_microbatch_size=8, backward_microbatch_size=8), from_two, toys.gpus(2))
