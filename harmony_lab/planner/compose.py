@@ -124,14 +124,16 @@ def ordered_units(tasks: tuple[Task, ...], costs: PackCosts) -> list[Unit]:
     """All units in the order in which they would begin if only computing took time.
 
     This is the order in which memory is promised (see ``program``), so it must be one in which the devices really
-    progress together.
+    progress together.  Where several devices run one stage (DP), the stage ends on all of them before the next: what
+    they reduce together leaves before more is promised to a device that is ahead.
     """
     free_at: dict[int, float] = {}
     ended: dict[tuple[int, int], list[tuple[int, float]]] = {}  # (stage, device) -> each unit's last sample and end
     devices_of: dict[int, list[int]] = {}
-    begun: list[tuple[float, int, int, Unit]] = []
     for task in tasks:
         devices_of.setdefault(task.stage, []).append(task.device)
+    begun: list[tuple[tuple[float, float, int, int], Unit]] = []
+    for task in tasks:
         before = devices_of.get(task.stage - 1, [])
         source = task.device if task.device in before else next(iter(before), task.device)
         produced = ended.get((task.stage - 1, source), [])
@@ -141,9 +143,10 @@ def ordered_units(tasks: tuple[Task, ...], costs: PackCosts) -> list[Unit]:
             start = max(free_at.get(task.device, 0.0), ready)
             free_at[task.device] = start + _unit_seconds(task, samples, costs)
             ends.append((samples[1], free_at[task.device]))
-            begun.append((start, task.stage, position, Unit(task, position)))
-    begun.sort(key=lambda row: row[:3])
-    return [unit for *_, unit in begun]
+            in_step = task.stage if len(devices_of[task.stage]) > 1 else 0.0
+            begun.append(((in_step, start, task.stage, position), Unit(task, position)))
+    begun.sort(key=lambda row: row[0])
+    return [unit for _, unit in begun]
 
 
 def _unit_seconds(task: Task, samples: tuple[int, int], costs: PackCosts) -> float:

@@ -8,6 +8,7 @@ import toy_profiles as toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harmony_lab.costs import Profile
 from harmony_lab.errors import PlanDoesNotFitError, PlanError
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.plan import Plan, microbatches
@@ -159,6 +160,30 @@ def test_a_plan_too_large_is_refused_with_numbers_and_can_still_be_drawn() -> No
 def test_a_plan_that_does_not_suit_says_why(changes: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         lower(plan(**changes), toys.profile(), toys.gpus(2))
+
+
+def _least_memory(full: Plan, profile: Profile) -> int:
+    """The smallest budget, to 1 KB, in which that plan can be lowered."""
+    low, high = 0, 100_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            lower(full, profile, toys.gpus(3, memory_bytes=middle * 1000))
+        except PlanDoesNotFitError:
+            low = middle
+        else:
+            high = middle
+    return high * 1000
+
+
+@pytest.mark.parametrize("mode", ["dp", "pp"])
+def test_a_smaller_last_minibatch_fits_in_the_least_memory_that_the_full_one_fits_in(mode: str) -> None:
+    profile = toys.profile(8, activation_bytes=100_000)
+    packs = [f"{i}:{i + 1}" for i in range(8)]
+    full = Plan.parse(f"{mode} minibatch=8 forward=2[{','.join(packs[:-1])}] backward=2[{','.join(packs)}] devices=0,1")
+    machine = toys.gpus(2, memory_bytes=_least_memory(full, profile))
+    for size in range(1, 8):  # in dp, shares of 5 samples are 2 and 3: one device has half of the other's microbatches
+        check(lower(full.for_minibatch(size), profile, machine))
 
 
 @settings(max_examples=150, deadline=None)
