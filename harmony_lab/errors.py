@@ -10,6 +10,7 @@ __all__ = [
     "PlanDoesNotFitError",
     "PlanError",
     "ProgramError",
+    "QuantityError",
     "TrainingError",
 ]
 
@@ -45,6 +46,10 @@ class PlanDoesNotFitError(HarmonyError):
         self.device = device
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
+
+
+class QuantityError(HarmonyError, ValueError):
+    """Text that should be a size or a rate is not."""
 
 
 class DeviceMemoryError(HarmonyError, MemoryError):

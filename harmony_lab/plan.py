@@ -161,19 +161,19 @@ class Plan:
             backward_size, backward_packs = _parse_packs(parts["backward"])
             return cls(
                 mode=Mode(mode),
-                minibatch_size=int(parts["minibatch"]),
+                minibatch_size=_parse_count("minibatch", parts["minibatch"]),
                 forward_microbatch_size=forward_size,
                 forward_packs=forward_packs,
                 backward_microbatch_size=backward_size,
                 backward_packs=backward_packs,
-                devices=tuple(int(device) for device in parts["devices"].split(",")),
-                prefetch=int(parts.get("prefetch", 1)),
-                peer_transfers={"on": True, "off": False}[parts.get("peer", "on")],
-                just_in_time_update={"jit": True, "end": False}[parts.get("update", "jit")],
+                devices=tuple(_parse_count("devices", device) for device in parts["devices"].split(",")),
+                prefetch=_parse_count("prefetch", parts.get("prefetch", "1")),
+                peer_transfers=_parse_switch("peer", parts.get("peer", "on"), on="on", off="off"),
+                just_in_time_update=_parse_switch("update", parts.get("update", "jit"), on="jit", off="end"),
             )
-        except (KeyError, ValueError) as error:
-            if isinstance(error, PlanError):
-                raise
+        except PlanError:
+            raise
+        except ValueError as error:
             raise PlanError(f"this is not a plan: {text!r}", [f"{error}"]) from None
 
     def to_json(self) -> dict[str, Any]:
@@ -220,6 +220,18 @@ def _tiling(name: str, packs: Sequence[Pack], start: int, stop: int) -> Iterable
         edge = pack.stop
     if edge != stop:
         yield f"{name} must end at layer {stop}, the last pack ends at {edge}"
+
+
+def _parse_count(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{name}= takes whole numbers, got {text!r}")
+    return int(text)
+
+
+def _parse_switch(name: str, text: str, *, on: str, off: str) -> bool:
+    if text not in (on, off):
+        raise ValueError(f"{name}= is {on} or {off}, got {text!r}")
+    return text == on
 
 
 def _parse_packs(text: str) -> tuple[int, tuple[Pack, ...]]:

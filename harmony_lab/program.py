@@ -1,6 +1,6 @@
 """Program: what happens in one iteration, on which stream and after what.
 
-A Program is a list of ops over *blocks* of memory.  The rules that give it its meaning, for simulator and runtime alike:
+A Program is a list of ops over *blocks* of memory.  The rules that give it meaning, for simulator and runtime alike:
 
 - Ops of one (device, stream) run one at a time, in list order.  Ops of different streams run concurrently.
 - An op starts when the op before it on its stream and every op in ``after`` have ended.  ``after`` points backwards in
@@ -22,7 +22,7 @@ What each op does:
 ``SEND``
     Offers the device blocks in ``reads`` to a peer; takes no time by itself.
 ``RECV``
-    Copies the peer's blocks in ``reads`` into this device's in ``writes``, in the same order; has its SEND in ``after``.
+    Copies the peer's blocks in ``reads`` into this device's in ``writes``, in the same order; its SEND is in ``after``.
 ``FORWARD``
     Runs layers on one microbatch without gradient and writes the ACTIVATION of boundaries: its output, and inside the
     pack what a backward pack that starts there needs.  If it writes a SAVED block, it runs with gradient and keeps what

@@ -2,11 +2,23 @@
 
 import re
 
-__all__ = ["format_bytes", "format_count", "format_rate", "format_seconds", "parse_bytes", "parse_rate"]
+from harmony_lab.errors import QuantityError
+
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_rate",
+    "format_seconds",
+    "format_spread",
+    "parse_bytes",
+    "parse_rate",
+]
 
 _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_PER_SECOND = re.compile(r"\s*(/|p)s\s*$", re.IGNORECASE)
+_BITS = re.compile(r"[kKmMgGtT]i?b$|[bB]its?$")  # a lower-case b
 
 
 def parse_bytes(text: str | int) -> int:
@@ -15,7 +27,7 @@ def parse_bytes(text: str | int) -> int:
         return text
     match = _SIZE.fullmatch(str(text))
     if match is None:
-        raise ValueError(f"a size like '64MiB', '1.5GB' or 1073741824 was expected, got {text!r}")
+        raise QuantityError(f"a size like '64MiB', '1.5GB' or 1073741824 was expected, got {text!r}")
     number, prefix, binary = match.groups()
     return round(float(number) * (_BINARY if binary else _DECIMAL)[prefix.upper()])
 
@@ -24,10 +36,15 @@ def parse_rate(text: str | float) -> float:
     """Bytes per second from ``"12GB/s"``, ``"11.5 GiB/s"`` or a number."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         return float(text)
+    amount = _PER_SECOND.sub("", str(text))
+    if _BITS.search(amount):
+        raise QuantityError(
+            f"bytes per second like '12GB/s' were expected, {text!r} is in bits; divide by 8 and write 'B'"
+        )
     try:
-        return float(parse_bytes(re.sub(r"\s*(/|p)s\s*$", "", str(text), flags=re.IGNORECASE)))
-    except ValueError:
-        raise ValueError(f"a rate like '12GB/s' or '800MiB/s' was expected, got {text!r}") from None
+        return float(parse_bytes(amount))
+    except QuantityError:
+        raise QuantityError(f"a rate like '12GB/s' or '800MiB/s' was expected, got {text!r}") from None
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -55,6 +72,11 @@ def format_seconds(seconds: float) -> str:
     if abs(seconds) >= 0.9995e-3:
         return f"{_three_digits(seconds * 1e3)} ms"
     return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def format_spread(share: float | None) -> str:
+    """``"3 %"``, ``"0.4 %"``: how far repeated measurements were apart; nothing where there was one only."""
+    return "" if share is None else f"{100 * share:.0f} %" if share >= 0.00995 else f"{100 * share:.1f} %"
 
 
 def format_count(count: float) -> str:

@@ -55,6 +55,17 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
         Plan.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [("update=maybe", "update= is jit or end, got 'maybe'"), ("minibatch=x", "takes whole numbers")],
+)
+def test_a_part_that_is_off_is_named(part: str, message: str) -> None:
+    name = part.split("=")[0]
+    others = [other for other in str(PLAN).split() if not other.startswith(name)]
+    with pytest.raises(PlanError, match=message):
+        Plan.parse(" ".join([*others, part]))
+
+
 def test_an_unknown_knob_is_refused() -> None:
     with pytest.raises(PlanError, match="'microbatch' is no knob"):
         PLAN.with_(microbatch=3)
@@ -150,10 +161,12 @@ def test_sizes_people_write(text: str | int, expected: int) -> None:
 
 
 def test_what_is_no_size_or_rate_is_refused() -> None:
-    with pytest.raises(ValueError, match="a size like '64MiB'"):
+    with pytest.raises(HarmonyError, match="a size like '64MiB'"):
         parse_bytes("lots")
     with pytest.raises(ValueError, match="a rate like '12GB/s'"):
         parse_rate("fast")
+    with pytest.raises(HarmonyError, match="'12Gbps' is in bits"):
+        parse_rate("12Gbps")
     assert parse_rate("12GB/s") == 12e9
 
 
