@@ -31,11 +31,14 @@ _HOMES = {
     "TrainingError": "errors",
     "check": "planner.check",
     "decompose": "profiler.decompose",
+    "estimate": "profiler.estimate",
     "lower": "planner.lower",
+    "probe_links": "profiler.links",
     "profile": "profiler.measure",
     "reproducible_randomness": "profiler.randomness",
     "search": "planner.search",
     "simulate": "trainer",
+    "step_seed": "runtime.runner",
 }
 
 __all__ = [*sorted(_HOMES), "load_ipython_extension", "unload_ipython_extension"]
@@ -60,9 +63,12 @@ if TYPE_CHECKING:
     from harmony_lab.planner.lower import lower
     from harmony_lab.planner.search import SearchResult, search
     from harmony_lab.profiler.decompose import decompose
+    from harmony_lab.profiler.estimate import estimate
+    from harmony_lab.profiler.links import probe_links
     from harmony_lab.profiler.measure import profile
     from harmony_lab.profiler.randomness import reproducible_randomness
     from harmony_lab.program import Program
+    from harmony_lab.runtime.runner import step_seed
     from harmony_lab.trace import Trace
     from harmony_lab.trainer import Trainer, simulate
 

@@ -3,7 +3,7 @@
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from harmony_lab.errors import OutOfRangeError
 from harmony_lab.layers import TensorSpec
 from harmony_lab.machine import check_schema
-from harmony_lab.units import format_bytes, format_seconds
+from harmony_lab.units import format_bytes, format_seconds, format_spread
 
 if TYPE_CHECKING:
     import pandas
@@ -36,6 +36,7 @@ class Cost(NamedTuple):
     ``saved_bytes``         what forward with gradient leaves alive for backward, outputs included
     ``recompute_peak_bytes``  peak of forward with gradient
     ``backward_peak_bytes``   peak of backward, ``saved_bytes`` and the outputs' gradients included
+    ``spread``              how far repeated runs were apart: seconds are right to ± this share; None: not repeated
     """
 
     forward_s: float
@@ -45,6 +46,7 @@ class Cost(NamedTuple):
     saved_bytes: float
     recompute_peak_bytes: float
     backward_peak_bytes: float
+    spread: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,8 @@ class LayerCost:
     seconds of the update count only parameters that no earlier layer shares.  Parameters, gradients and buffers are
     counted as laid out in a flat block: each padded to a multiple of 64 bytes (``layers.padded``).
 
-    ``costs`` is parallel to the profile's ``microbatch_sizes``.
+    ``costs`` is parallel to the profile's ``microbatch_sizes``.  ``update_spread``: of ``update_s``, as in
+    ``Cost``.
     """
 
     name: str
@@ -66,6 +69,7 @@ class LayerCost:
     update_s: float
     batch_inputs: tuple[str, ...]
     costs: tuple[Cost, ...]
+    update_spread: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,8 @@ class Profile:
     """Costs of every layer, what crosses every boundary, and what a minibatch is.
 
     ``boundaries``: as in ``LayerSequence``.  ``batch``: batch inputs.  ``couples_samples``: see ``LayerSequence``.
-    ``device``: what was measured.  ``fingerprint``: the model's.
+    ``device``: what was measured.  ``fingerprint``: the model's.  ``cached``: all costs were known from before, nothing
+    was measured.
     """
 
     model: str
@@ -98,6 +103,7 @@ class Profile:
     couples_samples: tuple[str, ...] = ()
     serial_buffers: tuple[str, ...] = ()  # updated buffers that data parallelism cannot merge
     update_threads: int = 1
+    cached: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -129,7 +135,10 @@ class Profile:
             return costs[high]
         low = high - 1
         share = (size - sizes[low]) / (sizes[high] - sizes[low])
-        return Cost(*(a + (b - a) * share for a, b in zip(costs[low], costs[high], strict=True)))
+        below, above = costs[low], costs[high]
+        numbers = (a + (b - a) * share for a, b in zip(below[:-1], above[:-1], strict=True))
+        spreads = [cost.spread for cost in (below, above) if cost.spread is not None]
+        return Cost(*[*numbers, max(spreads, default=None)])  # type: ignore[arg-type] # the last one is the spread
 
     @cached_property
     def _costs(self) -> dict[tuple[int, int], Cost]:
@@ -236,6 +245,7 @@ class Profile:
                 "optimizer_state_bytes": layer.optimizer_state_bytes,
                 "input_bytes": self.boundary_bytes(index, size),
                 "update_s": layer.update_s,
+                "update_spread": layer.update_spread,
                 **cost._asdict(),
             }
             for index, layer in enumerate(self.layers)
@@ -301,6 +311,7 @@ class Profile:
         return (
             f"profile of {self.model} on {self.device}: {len(self)} layers, {format_bytes(self.state_bytes)} of "
             f"weights, gradients and optimizer state; microbatches of {sizes}"
+            + ("; from earlier measurements (cached)" if self.cached else "")
         )
 
     def _repr_html_(self) -> str:
@@ -313,14 +324,16 @@ class Profile:
                 format_bytes(layer.parameter_bytes),
                 format_seconds(cost.forward_s),
                 format_seconds(cost.backward_s),
+                format_spread(cost.spread),
                 format_bytes(cost.saved_bytes),
                 format_seconds(layer.update_s),
+                format_spread(layer.update_spread),
             )
             rows.append(f"<tr><td>{index}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         return (
             f"<p>{escape(str(self))}; below: microbatches of {size}</p><table><thead><tr><th>layer</th><th>name</th>"
-            "<th>parameters</th><th>forward</th><th>backward</th><th>saved activations</th><th>update on the host</th>"
-            f"</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+            "<th>parameters</th><th>forward</th><th>backward</th><th>±</th><th>saved activations</th>"
+            f"<th>update on the host</th><th>±</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
         )
 
 

@@ -43,7 +43,7 @@ class Device:
 
     ``memory_bytes`` is what plans may use at once: the card's memory less its context and the allocator's margin.
     ``parent`` is the name of the node it hangs from: ``"host"`` or a switch.  ``compute_threads``: host threads that an
-    emulated device computes with.
+    emulated device computes with.  ``model``: the product's name, where it is one.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Device:
     backend: Backend = Backend.EMULATED
     ordinal: int = 0  # torch's index of the device, for real ones
     compute_threads: int = 1
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,9 @@ class Hop:
 class Machine:
     """Devices, host and links.  ``peer_transfers`` tells whether devices can copy to each other directly.
 
+    ``fabric_bytes_per_s``: of each device's own port, per direction, on a fabric between the devices (NVLink), where
+    there is one: peer transfers take it and leave the links alone.
+
     Raises ``HarmonyError`` where the links do not form a tree that reaches every device.
     """
 
@@ -100,6 +104,7 @@ class Machine:
     host: Host
     links: tuple[Link, ...]
     peer_transfers: bool = True
+    fabric_bytes_per_s: float | None = None
     _link_above: Mapping[str, Link] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -114,6 +119,8 @@ class Machine:
         if len(above) != len(self.links):
             problems.append("each device or switch may hang from one link only")
         problems += [f"link {link.name}: bytes_per_s must be above 0" for link in self.links if link.bytes_per_s <= 0]
+        if self.fabric_bytes_per_s is not None and self.fabric_bytes_per_s <= 0:
+            problems.append("fabric_bytes_per_s must be above 0, or None where there is no fabric")
         problems += [f"{d.name}: memory_bytes must be above 0" for d in self.devices if d.memory_bytes <= 0]
         problems += [
             f"{d.name}: no chain of links leads to the host" for d in self.devices if not self._reaches(d.name)
@@ -143,9 +150,12 @@ class Machine:
 
         Devices that cannot copy to each other go through the host: up the whole tree, then down.
         """
+        between_devices = HOST not in (source, destination) and self.peer_transfers
+        if between_devices and self.fabric_bytes_per_s is not None:
+            return self._port(source, Direction.UP), self._port(destination, Direction.DOWN)
         up = [] if source == HOST else list(self._links_up(self.devices[source].name))
         down = [] if destination == HOST else list(self._links_up(self.devices[destination].name))
-        if source != HOST and destination != HOST and self.peer_transfers:
+        if between_devices:
             while up and down and up[-1] == down[-1]:
                 up.pop()
                 down.pop()
@@ -153,14 +163,21 @@ class Machine:
             [Hop(link.name, Direction.UP) for link in up] + [Hop(link.name, Direction.DOWN) for link in reversed(down)]
         )
 
+    def _port(self, device: int, direction: Direction) -> Hop:
+        return Hop(f"fabric-{self.devices[device].name}", direction)
+
     @cached_property
     def capacities(self) -> dict[Hop, float]:
         """Bytes per second of every link and direction."""
-        return {Hop(link.name, direction): link.bytes_per_s for link in self.links for direction in Direction}
+        rates = {Hop(link.name, direction): link.bytes_per_s for link in self.links for direction in Direction}
+        if self.fabric_bytes_per_s is not None and self.peer_transfers:
+            for device in range(self.num_devices):
+                rates |= {self._port(device, direction): self.fabric_bytes_per_s for direction in Direction}
+        return rates
 
     def latency_s(self, route: Sequence[Hop]) -> float:
         latency = {link.name: link.latency_s for link in self.links}
-        return sum(latency[hop.link] for hop in route)
+        return sum(latency.get(hop.link, 0.0) for hop in route)
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -213,6 +230,15 @@ class Machine:
         )
 
     @classmethod
+    def preset(cls, text: str) -> "Machine":
+        """A machine that need not be at hand, such as ``"4x1080ti"`` or ``"8x4090, pcie4 x8 behind 2 switches"``; see
+        ``presets.preset_machine``.
+        """
+        from harmony_lab.presets import preset_machine
+
+        return preset_machine(text)
+
+    @classmethod
     def detect(cls) -> "Machine":
         """The CUDA GPUs of this computer, with what is free on them now; without any, two emulated devices.
 
@@ -228,8 +254,9 @@ class Machine:
         for ordinal in range(count):
             free, _ = torch.cuda.mem_get_info(ordinal)
             name = f"gpu{ordinal}"
-            usable = free - max(free // 10, 256 * 2**20)
-            devices.append(Device(name=name, memory_bytes=usable, backend=Backend.CUDA, ordinal=ordinal))
+            usable = free - margin_bytes(free)
+            model = torch.cuda.get_device_name(ordinal)
+            devices.append(Device(name=name, memory_bytes=usable, backend=Backend.CUDA, ordinal=ordinal, model=model))
         peers = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
         return cls(
             name=f"{count} × {torch.cuda.get_device_name(0)}",
@@ -275,6 +302,7 @@ class Machine:
             "host": _fields(self.host),
             "links": [_fields(link) for link in self.links],
             "peer_transfers": self.peer_transfers,
+            "fabric_bytes_per_s": self.fabric_bytes_per_s,
         }
 
     @classmethod
@@ -287,6 +315,7 @@ class Machine:
             host=Host(**data["host"]),
             links=tuple(Link(**link) for link in data["links"]),
             peer_transfers=data["peer_transfers"],
+            fabric_bytes_per_s=data.get("fabric_bytes_per_s"),
         )
 
     def __str__(self) -> str:
@@ -294,6 +323,11 @@ class Machine:
         rates = sorted({format_rate(link.bytes_per_s) for link in self.links if link.parent == _ROOT})
         count = f"{self.num_devices} device" + ("s" if self.num_devices > 1 else "")
         return f"{self.name}: {count} of {'/'.join(memory)}, host link {'/'.join(rates)} per direction"
+
+
+def margin_bytes(free_bytes: int) -> int:
+    """What of a card's free memory is left to the framework's context and allocator."""
+    return max(free_bytes // 10, 256 * 2**20)
 
 
 def _fields(record: Any) -> dict[str, Any]:

@@ -50,13 +50,22 @@ def plain_run(
 
 
 def build(
-    layers: Sequence[Layer], tensors: Mapping[str, Tensor], batch: dict[str, Tensor], **fields: Any
+    layers: Sequence[Layer],
+    tensors: Mapping[str, Tensor],
+    batch: dict[str, Tensor],
+    *,
+    smallest: int = 1,
+    **fields: Any,
 ) -> LayerSequence:
-    """A LayerSequence over these layers; boundaries follow from liveness, shapes from running two batch sizes."""
+    """A LayerSequence over these layers; boundaries follow from liveness, shapes from running two batch sizes, the
+    smallest that runs and its double.
+    """
     buffers = {name for item in layers for name in item.buffers}
     scratch = {n: (t.detach().clone().requires_grad_(t.requires_grad)) for n, t in tensors.items()}
-    ran = [plain_run(layers, scratch, *samples(batch, 0, size)) for size in (1, 2)]
-    specs = {name: _spec(name, one, two) for (name, one), two in zip(ran[0].items(), ran[1].values(), strict=True)}
+    ran = [plain_run(layers, scratch, *samples(batch, 0, size)) for size in (smallest, 2 * smallest)]
+    specs = {
+        name: _spec(name, one, two, smallest) for (name, one), two in zip(ran[0].items(), ran[1].values(), strict=True)
+    }
     count = len(layers)
     last_use = {name: i for i, item in enumerate(layers) for name in item.inputs}
     last_use[layers[-1].outputs[0]] = count
@@ -97,11 +106,11 @@ def build(
     return LayerSequence(**{**given, **fields})
 
 
-def _spec(name: str, one: Tensor, two: Tensor) -> TensorSpec:
+def _spec(name: str, one: Tensor, two: Tensor, samples_in_one: int = 1) -> TensorSpec:
     batch_dim = next((i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b), None)
     return TensorSpec(
         name=name,
-        shape=tuple(one.shape),
+        shape=tuple(n // samples_in_one if i == batch_dim else n for i, n in enumerate(one.shape)),
         dtype=str(one.dtype).removeprefix("torch."),
         item_bytes=one.element_size(),
         batch_dim=batch_dim,

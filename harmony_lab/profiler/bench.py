@@ -1,9 +1,10 @@
 """Bench: one layer alone on a device with inputs of one microbatch size, to weigh and to time."""
 
-import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +18,37 @@ from harmony_lab.runtime.execution import (
     run_backward,
     run_forward,
     run_layer_with_gradient,
-    run_with_gradient,
 )
 
-__all__ = ["Bench"]
+__all__ = ["Bench", "Phase", "Seconds", "Weight"]
 
 _SEED = 0
+
+
+class Phase(StrEnum):
+    """The parts of one run.  ``SEED``: the gradients of the outputs are made, which belongs to no layer."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    SEED = "seed"
+    BACKWARD = "backward"
+
+
+class Weight(NamedTuple):
+    """Bytes as in ``Cost``."""
+
+    forward_peak_bytes: int
+    saved_bytes: int
+    recompute_peak_bytes: int
+    backward_peak_bytes: int
+
+
+class Seconds(NamedTuple):
+    """As in ``Cost``."""
+
+    forward_s: float
+    recompute_s: float
+    backward_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +69,20 @@ class Bench:
         """Parameters with gradients, copies of buffers, random values, and the example batch's samples."""
         layer = layers.layers[index]
         device = target.device
-        generator = _generator(device)
         specs = {spec.name: spec for spec in layers.boundaries[index]}
+        generator = _generator(target)
+        values = {name: _value(specs[name], num_samples, target, generator) for name in dict.fromkeys(layer.inputs)}
+        for spec in layers.boundaries[index + 1]:
+            if spec.name not in layer.outputs:  # passes by: the planner counts it, here it takes no memory
+                values.setdefault(spec.name, torch.empty(0, device=device))
         return cls(
             layers=layers,
             index=index,
             target=target,
-            state={name: _parameter(layers, name, device) for name in layer.parameters},
-            buffers={name: _content(layers, name, device, layers.buffer_state[name]).clone() for name in layer.buffers},
-            values={name: _value(specs[name], num_samples, device, generator) for name in dict.fromkeys(layer.inputs)},
-            batch=_batch(layers, layer.batch_inputs, num_samples, device),
+            state={name: _parameter(layers, name, target) for name in layer.parameters},
+            buffers={name: _content(layers, name, target, layers.buffer_state[name]).clone() for name in layer.buffers},
+            values=values,
+            batch=_batch(layers, layer.batch_inputs, num_samples, target),
             call=LayerCall(
                 samples=(0, num_samples),
                 sizes={**layers.example_sizes, "batch": num_samples},
@@ -61,71 +91,65 @@ class Bench:
             ),
         )
 
-    @property
-    def input_bytes(self) -> int:
-        """Of values and batch."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.values.values(), *self.batch.values()))
-
-    def weigh(self) -> tuple[int, int, int, int]:
-        """Bytes as in ``Cost``: peak of forward, saved, peak of the forward that saves, peak of backward."""
+    def weigh(self, ended: Callable[[Phase], None] = lambda phase: None) -> Weight:
+        """Peaks and what is saved.  ``ended`` is called after each phase."""
+        peaks: dict[Phase, int] = {}
+        saved_bytes = 0
         with self.target.gauge() as gauge:
-            self._forward()
-            forward_bytes = gauge.peak_bytes
-        with self.target.gauge() as gauge:
-            values = dict(self.values)
-            buffers = clone_updated_buffers(self.layers, self.index, self.index + 1, self.buffers)
-            saved = [
-                run_layer_with_gradient(self.layers, self.index, self.state, buffers, values, self.batch, self.call)
-            ]
-            saved_bytes, recompute_bytes = gauge.alive_bytes, gauge.peak_bytes
-            del values, buffers
-            gauge.restart_peak()
-            self._backward(saved, self._output_gradients())
-            return forward_bytes, saved_bytes, recompute_bytes, max(saved_bytes, gauge.peak_bytes)
-
-    def time(self, trials: int) -> tuple[float, float, float]:
-        """Median seconds of forward, of the forward that saves and of backward; ``weigh`` before warms up."""
-        with self.target.as_when_training():
-            seconds = [self._time_once() for _ in range(trials)]
-        forward_s, recompute_s, backward_s = (statistics.median(column) for column in zip(*seconds, strict=True))
-        return forward_s, recompute_s, backward_s
-
-    def _time_once(self) -> tuple[float, float, float]:
-        times_s = [self._now_s()]
-        self._forward()
-        times_s.append(self._now_s())
-        buffers = clone_updated_buffers(self.layers, self.index, self.index + 1, self.buffers)
-        start, stop = self.index, self.index + 1
-        _, saved = run_with_gradient(
-            self.layers, start, stop, self.state, buffers, dict(self.values), self.batch, self.call, []
+            for phase in self._run():
+                peaks[phase] = gauge.peak_bytes
+                if phase is Phase.RECOMPUTE:
+                    saved_bytes = gauge.alive_bytes
+                if phase is not Phase.SEED:
+                    gauge.restart_peak()
+                ended(phase)
+        return Weight(
+            peaks[Phase.FORWARD], saved_bytes, peaks[Phase.RECOMPUTE], max(saved_bytes, peaks[Phase.BACKWARD])
         )
-        times_s.append(self._now_s())
-        gradients = self._output_gradients()
+
+    def time(self) -> Seconds:
+        """Of one run; ``weigh`` before warms up."""
+        seconds: dict[Phase, float] = {}
         before_s = self._now_s()
-        self._backward(saved, gradients)
-        return times_s[1] - times_s[0], times_s[2] - times_s[1], self._now_s() - before_s
+        for phase in self._run():
+            now_s = self._now_s()
+            seconds[phase] = now_s - before_s
+            before_s = now_s
+        return Seconds(seconds[Phase.FORWARD], seconds[Phase.RECOMPUTE], seconds[Phase.BACKWARD])
 
     def _now_s(self) -> float:
         self.target.synchronize()
         return time.perf_counter()
 
-    def _forward(self) -> None:
+    def _run(self) -> Iterator[Phase]:
+        """Forward; forward with gradient; backward.  Stops for a moment at the end of each."""
         start, stop = self.index, self.index + 1
         run_forward(
             self.layers, start, stop, self.state, self.buffers, dict(self.values), self.batch, self.call, [stop]
         )
+        yield Phase.FORWARD
+        values = dict(self.values)
+        buffers = clone_updated_buffers(self.layers, start, stop, self.buffers)
+        saved = [run_layer_with_gradient(self.layers, start, self.state, buffers, values, self.batch, self.call)]
+        yield Phase.RECOMPUTE
+        del values, buffers
+        gradients = self._output_gradients()
+        yield Phase.SEED
+        self._backward(saved, gradients)
+        yield Phase.BACKWARD
 
     @property
     def _is_last(self) -> bool:
-        return self.index == len(self.layers) - 1
+        return self.index + 1 == len(self.layers)
 
     def _output_gradients(self) -> dict[str, Tensor]:
+        """Of the layer's own outputs: those of values that pass by are not its business."""
         if self._is_last:
             return {}
         layer, boundary = self.layers.layers[self.index], self.layers.boundaries[self.index + 1]
-        generator = _generator(self.target.device)
+        generator = _generator(self.target)
         return {
-            spec.name: _value(spec, self.call.sizes["batch"], self.target.device, generator)
+            spec.name: _value(spec, self.call.sizes["batch"], self.target, generator)
             for spec in boundary
             if spec.requires_grad and spec.name in layer.outputs
         }
@@ -138,53 +162,64 @@ class Bench:
 # -- tensors ------------------------------------------------------------------------------------------------------
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(_SEED)
+def _generator(target: Target) -> torch.Generator | None:
+    return None if target.shapes_only else torch.Generator(target.device).manual_seed(_SEED)
 
 
-def _content(layers: LayerSequence, name: str, device: torch.device, spec: StateSpec) -> Tensor:
+def _content(layers: LayerSequence, name: str, target: Target, spec: StateSpec) -> Tensor:
     """The user's tensor on the device; one without data is made up."""
     tensor: Tensor = layers.tensors[name]
+    if target.shapes_only:
+        return torch.empty(spec.shape, dtype=tensor.dtype, device=target.device)
     if tensor.is_meta:
-        return torch.full(spec.shape, 0.02, device=device).to(tensor.dtype)
-    return tensor.detach().to(device)
+        return torch.full(spec.shape, 0.02, device=target.device).to(tensor.dtype)
+    return tensor.detach().to(target.device)
 
 
-def _parameter(layers: LayerSequence, name: str, device: torch.device) -> Tensor:
+def _parameter(layers: LayerSequence, name: str, target: Target) -> Tensor:
     """A leaf beside the user's own parameter, with a gradient of its own."""
     spec = layers.state[name]
-    leaf = _content(layers, name, device, spec).requires_grad_(spec.trainable)
+    leaf = _content(layers, name, target, spec).requires_grad_(spec.trainable)
     if spec.trainable:
         leaf.grad = torch.zeros_like(leaf)
     return leaf
 
 
-def _value(spec: TensorSpec, num_samples: int, device: torch.device, generator: torch.Generator) -> Tensor:
+def _value(spec: TensorSpec, num_samples: int, target: Target, generator: torch.Generator | None) -> Tensor:
     """Small normal numbers; ones for booleans and zeros for integers, which are valid masks and positions."""
-    shape = list(spec.shape)
-    if spec.batch_dim is not None:
-        shape[spec.batch_dim] *= num_samples
-    tensor = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=device)
+    shape = _shape(spec, num_samples)
+    tensor = torch.empty(shape, dtype=getattr(torch, spec.dtype), device=target.device)
+    if target.shapes_only:
+        return tensor
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.normal_(0, 0.1, generator=generator)
     return tensor.fill_(tensor.dtype is torch.bool)
 
 
-def _batch(layers: LayerSequence, names: tuple[str, ...], num_samples: int, device: torch.device) -> dict[str, Tensor]:
+def _shape(spec: TensorSpec, num_samples: int) -> list[int]:
+    shape = list(spec.shape)
+    if spec.batch_dim is not None:
+        shape[spec.batch_dim] *= num_samples
+    return shape
+
+
+def _batch(layers: LayerSequence, names: tuple[str, ...], num_samples: int, target: Target) -> dict[str, Tensor]:
     """The example batch's first samples, from the start again where it has too few."""
     if not names:
         return {}
+    if target.shapes_only:
+        return {name: _value(layers.batch_by_name[name], num_samples, target, None) for name in names}
     if layers.example_batch is None:
         raise HarmonyError("these layers come without an example batch, which a profile needs for valid inputs")
     tensors: Mapping[str, Tensor] = layers.flatten_batch(layers.example_batch)[0]
-    return {
-        name: _samples(tensors[name], layers.batch_by_name[name], num_samples).to(device, copy=True) for name in names
-    }
+    return {name: _samples(tensors[name], layers.batch_by_name[name], num_samples, target) for name in names}
 
 
-def _samples(tensor: Tensor, spec: TensorSpec, num_samples: int) -> Tensor:
+def _samples(tensor: Tensor, spec: TensorSpec, num_samples: int, target: Target) -> Tensor:
     tensor = tensor.detach()
-    if spec.batch_dim is None:
-        return tensor
-    rows = torch.arange(spec.shape[spec.batch_dim] * num_samples, device=tensor.device)
-    return tensor.index_select(spec.batch_dim, rows % tensor.shape[spec.batch_dim])
+    if tensor.is_meta:
+        return torch.zeros(_shape(spec, num_samples), dtype=tensor.dtype, device=target.device)
+    if spec.batch_dim is not None:
+        rows = torch.arange(spec.shape[spec.batch_dim] * num_samples, device=tensor.device)
+        tensor = tensor.index_select(spec.batch_dim, rows % tensor.shape[spec.batch_dim])
+    return tensor.to(target.device, copy=True)

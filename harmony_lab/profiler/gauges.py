@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from harmony_lab.errors import HarmonyError
 from harmony_lab.machine import Backend, Device
 from harmony_lab.runtime.memory import MemoryTracker
 
@@ -88,15 +89,28 @@ class Target:
     device: torch.device
     description: str
     num_threads: int | None  # of the host, for emulated devices
+    shapes_only: bool = False  # nothing is computed there: tensors are fake
 
     @classmethod
     def of(cls, device: Device) -> "Target":
+        """Raises ``HarmonyError`` where that device is not here."""
         if device.backend is Backend.EMULATED:
             threads = device.compute_threads
             what = f"emulated cpu, {threads} thread" + ("s" if threads > 1 else "")
             return cls(torch.device("cpu"), what, threads)
+        present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.ordinal >= present:
+            raise HarmonyError(
+                f"{device.name} cannot be measured: torch sees {present} CUDA devices here. For a machine that is not "
+                "at hand use harmony_lab.estimate; to measure here, Machine.detect() or Machine.emulated()"
+            )
         cuda = torch.device("cuda", device.ordinal)
         return cls(cuda, torch.cuda.get_device_name(cuda), None)
+
+    @classmethod
+    def shapes(cls, description: str) -> "Target":
+        """For ``estimate``.  Fake tensors say they are on the CPU: fake CUDA tensors need a torch with CUDA."""
+        return cls(torch.device("cpu"), description, None, shapes_only=True)
 
     @property
     def _is_cuda(self) -> bool:
@@ -112,6 +126,11 @@ class Target:
     def synchronize(self) -> None:
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
+
+    def give_back(self) -> None:
+        """What torch's allocator keeps of freed memory goes back to the device."""
+        if self._is_cuda:
+            torch.cuda.empty_cache()
 
     def keeping_random_state(self) -> AbstractContextManager[None]:
         """Leaves the user's random state as it was."""

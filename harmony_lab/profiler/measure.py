@@ -1,27 +1,25 @@
 """profile: run each kind of layer alone on a device, at several microbatch sizes, and record what it costs."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from harmony_lab.costs import Cost, LayerCost, Profile, SharedParameter
-from harmony_lab.errors import HarmonyError, PlanDoesNotFitError
-from harmony_lab.layers import LayerSequence, padded
+from harmony_lab.costs import Cost, Profile
+from harmony_lab.errors import HarmonyError
+from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
-from harmony_lab.profiler.bench import Bench
+from harmony_lab.profiler.bench import Bench, Seconds, Weight
+from harmony_lab.profiler.cache import CostCache, Key, Numbers, layer_key, update_key
+from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of
 from harmony_lab.profiler.gauges import Target
-from harmony_lab.profiler.updates import UpdateCost, UpdateCosts
+from harmony_lab.profiler.steps import ProgressCallback, Steps
+from harmony_lab.profiler.updates import TimedSteps, UpdateCost, UpdateCosts, Updated, spread_of
+from harmony_lab.runtime.failures import clear_frames
 from harmony_lab.runtime.optimizer import PackOptimizer
-from harmony_lab.units import format_bytes
 
 __all__ = ["profile"]
-
-ProgressCallback = Callable[[int, int, str], None]
-
-_MOST_SIZES = 6
 
 
 def profile(
@@ -32,107 +30,166 @@ def profile(
     microbatch_sizes: Sequence[int] | None = None,
     minibatch_size: int | None = None,
     trials: int = 3,
+    cache: bool = True,
     progress: ProgressCallback | None = None,
 ) -> Profile:
     """Measure every kind of layer on the machine's first device, and its update on the host.
 
     One layer is on the device at a time, with random inputs of the right shape (what comes from the batch is the
     example batch's), so a model larger than the device is profiled in place.  Parameters, gradients, buffers, the
-    optimizer and the random state stay as they are, and nothing is left on the device.
+    optimizer and the random state stay as they are, and nothing is left on the device, also after an error or an
+    interrupt.
 
     ``microbatch_sizes``: what to measure; the profile interpolates between them.  By default 1, 2, 4, ... up to
-    ``minibatch_size`` (the example batch's), six at most, ending where a layer no longer fits into the device.
-    ``trials``: seconds are the median of that many.  ``progress(done, total, what)`` is called along the way.
+    ``minibatch_size`` (the example batch's) or to the largest that fits into the device, six at most.
+    ``trials``: seconds are the median of that many runs, after one to warm up.
+    ``cache``: take over what was measured before for the same layers, device, threads and versions, and keep what is
+    measured now (``Profile.cached`` tells when all was there).
+    ``progress(done, total, what)`` is called along the way; what it raises ends the profiling.
 
     Raises ``PlanDoesNotFitError`` for a layer that does not fit even with the smallest microbatch, ``HarmonyError``
-    for an optimizer that cannot be measured, and whatever a layer raises.
+    for an optimizer that cannot be measured or a device that is not here, and whatever a layer raises.
     """
     if optimizer is not None:
         PackOptimizer(optimizer, layers)  # refuses by name what cannot train a model pack by pack
     if trials < 1:
         raise HarmonyError(f"trials must be 1 or more, got {trials}")
-    sizes = _sizes(microbatch_sizes, layers.example_sizes["batch"] if minibatch_size is None else minibatch_size)
+    sizes = Sizes.of(microbatch_sizes, layers.example_sizes["batch"] if minibatch_size is None else minibatch_size)
     target = Target.of(machine.devices[0])
-    kinds = _kinds(layers)
-    representatives = {kind: kinds.index(kind) for kind in sorted(set(kinds))}
-    steps = _Steps(progress, len(sizes) * len(representatives) + len(layers))
-    with target.keeping_random_state():
-        with _threads(target.num_threads):
-            costs = _costs(layers, machine, target, sizes, representatives, trials, steps)
-        with _threads(machine.host.update_threads):
-            measured = UpdateCosts(layers, optimizer, trials)
-            updates = []
-            for index, layer in enumerate(layers.layers):
-                steps.begin(f"update of {layer.name}")
-                updates.append(measured.of(index))
-    steps.end()
-    return Profile(
-        model=type(layers.model).__name__,
-        fingerprint=layers.fingerprint,
-        device=target.description,
-        microbatch_sizes=tuple(costs),
-        layers=tuple(
-            _layer_cost(layers, index, kind, update, tuple(by_kind[kind] for by_kind in costs.values()))
-            for index, (kind, update) in enumerate(zip(kinds, updates, strict=True))
-        ),
-        boundaries=layers.boundaries,
-        batch=layers.batch,
-        shared=tuple(_shared(layers)),
-        couples_samples=layers.couples_samples,
-        serial_buffers=tuple(name for name, decay in layers.buffer_decay.items() if decay is None),
-        update_threads=machine.host.update_threads,
-    )
+    try:
+        return _Measurement(layers, machine, target, optimizer, sizes, trials, cache, progress).profile()
+    except BaseException as error:
+        clear_frames(error)  # a notebook keeps the last error, and with its frames what is on the device
+        raise
+    finally:
+        target.give_back()
 
 
-# -- what to measure ----------------------------------------------------------------------------------------------
+class _Measurement:
+    """One profiling under way."""
 
+    def __init__(
+        self,
+        layers: LayerSequence,
+        machine: Machine,
+        target: Target,
+        optimizer: torch.optim.Optimizer | None,
+        sizes: Sizes,
+        trials: int,
+        cache: bool,
+        progress: ProgressCallback | None,
+    ) -> None:
+        self._layers = layers
+        self._machine = machine
+        self._target = target
+        self._optimizer = optimizer
+        self._sizes = sizes
+        self._trials = trials
+        self._cache = CostCache()
+        self._caches = cache
+        self._kinds = kinds_of(layers)
+        self._room = Room.of(machine)
+        self._num_kinds = len(set(self._kinds))
+        weight = self._num_kinds * sum(sizes.values) + len(layers)
+        self._steps = Steps(progress, self._num_kinds * len(sizes.values) + len(layers), weight)
+        self._num_measured = 0
 
-def _sizes(given: Sequence[int] | None, largest: int) -> tuple[int, ...]:
-    """Ascending microbatch sizes, the smallest 1 unless the user chose them."""
-    if given is not None:
-        sizes = tuple(sorted(set(given)))
-        if not sizes or sizes[0] < 1:
-            raise HarmonyError(f"microbatch_sizes must be one or more sizes from 1 up, got {list(given)}")
-        return sizes
-    if largest < 1:
-        raise HarmonyError(f"minibatch_size must be 1 or more, got {largest}")
-    doublings = math.ceil(math.log2(largest))
-    count = min(doublings + 1, _MOST_SIZES)
-    exponents = [round(i * doublings / max(1, count - 1)) for i in range(count)]
-    return tuple(sorted({min(2**exponent, largest) for exponent in exponents}))
-
-
-def _kinds(layers: LayerSequence) -> list[int]:
-    """The kind of each layer, told apart also by what is trained: that changes what backward does."""
-    numbers: dict[tuple[Any, ...], int] = {}
-    kinds = []
-    for index, layer in enumerate(layers.layers):
-        specs = {spec.name: spec for spec in layers.boundaries[index]}
-        key = (
-            layer.kind,
-            tuple(layers.state[name].trainable for name in layer.parameters),
-            tuple(specs[name].requires_grad for name in layer.inputs),
+    def profile(self) -> Profile:
+        layers, host = self._layers, self._machine.host
+        with self._target.keeping_random_state():
+            with _threads(self._target.num_threads):
+                costs = costs_by_size(layers, self._kinds, self._sizes, self._room, self._cost)
+            self._steps.only(len(layers), len(layers))
+            with _threads(host.update_threads):
+                updates = self._updates()
+        self._steps.end()
+        return assemble(
+            layers,
+            self._target.description,
+            self._kinds,
+            costs,
+            updates,
+            host.update_threads,
+            cached=self._num_measured == 0,
         )
-        kinds.append(numbers.setdefault(key, len(numbers)))
-    return kinds
+
+    # -- layers ---------------------------------------------------------------------------------------------------
+
+    def _cost(self, index: int, size: int) -> Cost:
+        """Raises ``PlanDoesNotFitError`` where the layer alone, with what it reads, fits into none of the devices."""
+        layer, number = self._layers.layers[index], self._kinds[index] + 1
+        self._steps.begin(f"{layer.name} (kind {number} of {self._num_kinds}), microbatch of {size}", size)
+        key = layer_key(self._layers, index, self._target, size, self._trials) if self._caches else None
+        known = self._cache.get(key, len(Cost._fields))
+        bench = None
+        if known is None:
+            bench, weight = self._weigh(index, size)
+            seconds, spread = None, None
+            self._keep(key, weight)
+        else:
+            seconds, weight, spread = _read(known)
+        self._room.check(self._layers, index, size, weight)
+        if seconds is None:
+            bench = bench or self._weigh(index, size)[0]
+            seconds, spread = self._time(bench)
+            self._keep(key, weight, seconds, spread)
+        return Cost(*seconds, *weight, spread=spread)
+
+    def _weigh(self, index: int, size: int) -> tuple[Bench, Weight]:
+        self._num_measured += 1
+        bench = Bench.prepare(self._layers, index, self._target, size)
+        return bench, bench.weigh()
+
+    def _time(self, bench: Bench) -> tuple[Seconds, float | None]:
+        """The median of each phase; the spread is that of whole runs."""
+        with self._target.as_when_training():
+            runs = [bench.time() for _ in range(self._trials)]
+        return Seconds(*map(statistics.median, zip(*runs, strict=True))), spread_of([sum(run) for run in runs])
+
+    def _keep(
+        self, key: Key | None, weight: Weight, seconds: Seconds | None = None, spread: float | None = None
+    ) -> None:
+        """In the order of ``Cost``; seconds of a size that did not fit are missing."""
+        self._cache.put(key, [*(seconds or (None, None, None)), *weight, spread])
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    def _updates(self) -> list[UpdateCost]:
+        costs = UpdateCosts(self._layers, self._optimizer, TimedSteps(self._layers, self._trials))
+        updates = []
+        for index, layer in enumerate(self._layers.layers):
+            self._steps.begin(f"update of {layer.name} (layer {index + 1} of {len(self._layers)})", 1)
+            updates.append(self._update(costs, index))
+        return updates
+
+    def _update(self, costs: UpdateCosts, index: int) -> UpdateCost:
+        updated = costs.updated_by(index)
+        if not updated:
+            return costs.of(updated)
+        key = self._update_key(costs, updated) if self._caches else None
+        known = self._cache.get(key, len(UpdateCost._fields))
+        if known is not None and known[0] is not None and known[1] is not None:
+            return UpdateCost(int(known[0]), known[1], known[2])
+        self._num_measured += 1
+        update = costs.of(updated)
+        self._cache.put(key, update)
+        return update
+
+    def _update_key(self, costs: UpdateCosts, updated: Sequence[Updated]) -> Key | None:
+        return update_key(
+            self._optimizer,
+            [(costs.hyperparameters(group), spec) for group, spec in updated],
+            self._machine.host.update_threads,
+            self._trials,
+            self._layers.trainable_bytes,
+        )
 
 
-class _Steps:
-    """Counts finished steps for the user's progress callback."""
-
-    def __init__(self, progress: ProgressCallback | None, total: int) -> None:
-        self._progress = progress
-        self._begun = 0
-        self._total = total
-
-    def begin(self, what: str) -> None:
-        if self._progress is not None:
-            self._progress(self._begun, self._total, what)
-        self._begun += 1
-
-    def end(self) -> None:
-        if self._progress is not None:
-            self._progress(self._total, self._total, "profile")
+def _read(known: Numbers) -> tuple[Seconds | None, Weight, float | None]:
+    """What was kept of a layer."""
+    seconds = [number for number in known[:3] if number is not None]
+    weight = Weight(*(int(number or 0) for number in known[3:7]))
+    return Seconds(*seconds) if len(seconds) == 3 else None, weight, known[7]
 
 
 @contextmanager
@@ -145,100 +202,3 @@ def _threads(num_threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# -- costs --------------------------------------------------------------------------------------------------------
-
-
-def _costs(
-    layers: LayerSequence,
-    machine: Machine,
-    target: Target,
-    sizes: Sequence[int],
-    representatives: Mapping[int, int],
-    trials: int,
-    steps: _Steps,
-) -> dict[int, dict[int, Cost]]:
-    """Costs by microbatch size and kind, up to the last size with which every kind fits."""
-    costs: dict[int, dict[int, Cost]] = {}
-    for size in sizes:
-        by_kind: dict[int, Cost] = {}
-        for kind, index in representatives.items():
-            steps.begin(f"{layers.layers[index].name}, microbatch of {size}")
-            try:
-                by_kind[kind] = _cost(layers, index, machine, target, size, trials)
-            except (PlanDoesNotFitError, torch.OutOfMemoryError):
-                if not costs:
-                    raise
-                return costs
-        costs[size] = by_kind
-    return costs
-
-
-def _cost(layers: LayerSequence, index: int, machine: Machine, target: Target, size: int, trials: int) -> Cost:
-    """Raises ``PlanDoesNotFitError`` where the layer alone, with what it reads, fits into none of the devices."""
-    bench = Bench.prepare(layers, index, target, size)
-    weight = bench.weigh()
-    parts = {
-        "parameters": _parameter_bytes(layers, index),
-        "gradients": _gradient_bytes(layers, index),
-        "buffers": _buffer_bytes(layers, layers.layers[index].buffers),
-        "inputs": bench.input_bytes,
-        "activations and temporaries": max(weight),
-    }
-    needed, budget = sum(parts.values()), max(machine.budgets)
-    if needed > budget:
-        device = machine.budgets.index(budget)
-        listed = ", ".join(f"{what} {format_bytes(num_bytes)}" for what, num_bytes in parts.items() if num_bytes)
-        raise PlanDoesNotFitError(
-            f"layer {layers.layers[index].name} does not fit into {machine.devices[device].name}: with a microbatch of "
-            f"{size} it needs {needed} bytes ({format_bytes(needed)}: {listed}), the budget is {budget} bytes "
-            f"({format_bytes(budget)}). Use a device with more memory, or cut the model into smaller layers",
-            device=device,
-            needed_bytes=needed,
-            budget_bytes=budget,
-        )
-    return Cost(*bench.time(trials), *weight)
-
-
-def _layer_cost(layers: LayerSequence, index: int, kind: int, update: UpdateCost, costs: tuple[Cost, ...]) -> LayerCost:
-    layer = layers.layers[index]
-    return LayerCost(
-        name=layer.name,
-        kind=kind,
-        parameter_bytes=_parameter_bytes(layers, index),
-        gradient_bytes=_gradient_bytes(layers, index),
-        buffer_bytes=_buffer_bytes(layers, layer.buffers),
-        updated_buffer_bytes=_buffer_bytes(layers, layer.updated_buffers),
-        optimizer_state_bytes=update.state_bytes,
-        update_s=update.seconds,
-        batch_inputs=layer.batch_inputs,
-        costs=costs,
-    )
-
-
-def _parameter_bytes(layers: LayerSequence, index: int) -> int:
-    return sum(padded(layers.state[name].num_bytes) for name in set(layers.layers[index].parameters))
-
-
-def _gradient_bytes(layers: LayerSequence, index: int) -> int:
-    specs = [layers.state[name] for name in set(layers.layers[index].parameters)]
-    return sum(padded(spec.num_bytes) for spec in specs if spec.trainable)
-
-
-def _buffer_bytes(layers: LayerSequence, names: Sequence[str]) -> int:
-    return sum(padded(layers.buffer_state[name].num_bytes) for name in set(names))
-
-
-def _shared(layers: LayerSequence) -> Iterator[SharedParameter]:
-    for is_buffer, specs in ((False, layers.state), (True, layers.buffer_state)):
-        for spec in specs.values():
-            if len(spec.layers) > 1:
-                num_bytes = padded(spec.num_bytes)
-                yield SharedParameter(
-                    name=spec.name,
-                    num_bytes=num_bytes,
-                    gradient_bytes=num_bytes if spec.trainable and not is_buffer else 0,
-                    layers=spec.layers,
-                    is_buffer=is_buffer,
-                )

@@ -3,68 +3,122 @@
 import inspect
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import LayerSequence, StateSpec
 
-__all__ = ["UpdateCost", "UpdateCosts"]
+__all__ = ["TimedSteps", "UpdateClock", "UpdateCost", "UpdateCosts", "Updated", "spread_of"]
 
-_LARGEST_STAND_IN_BYTES = 16 * 2**20  # beyond, seconds and bytes are proportional
+_LARGEST_STAND_IN_BYTES = 16 * 2**20  # beyond, seconds are proportional
+_LARGEST_CACHE_BYTES = 64 * 2**20
+
+Updated = tuple[int, StateSpec]  # (number of the parameter group, parameter)
 
 
 class UpdateCost(NamedTuple):
+    """``spread``: as in ``Cost``."""
+
     state_bytes: int
     seconds: float
+    spread: float | None = None
+
+
+class UpdateClock(Protocol):
+    """How long a step takes."""
+
+    largest_stand_in_bytes: int
+
+    def __call__(self, step: Callable[[], Any]) -> tuple[float, float | None]:
+        """(seconds, spread) of ``step``, which ran once before."""
+
+
+class TimedSteps:
+    """Runs steps and times them, with cold caches: a step of training comes back to a layer after all the others."""
+
+    largest_stand_in_bytes = _LARGEST_STAND_IN_BYTES
+
+    def __init__(self, layers: LayerSequence, trials: int) -> None:
+        self._trials = trials
+        self._others = torch.zeros(min(_LARGEST_CACHE_BYTES, 4 * layers.trainable_bytes), dtype=torch.uint8)
+
+    def __call__(self, step: Callable[[], Any]) -> tuple[float, float | None]:
+        seconds = []
+        for _ in range(self._trials):
+            self._others.add_(1)
+            start_s = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start_s)
+        return statistics.median(seconds), spread_of(seconds)
+
+
+def spread_of(seconds: Sequence[float]) -> float | None:
+    """Half of what the trials are apart, as a share of their median; None for a single one."""
+    if len(seconds) < 2:
+        return None
+    return (max(seconds) - min(seconds)) / 2 / statistics.median(seconds)
 
 
 class UpdateCosts:
-    """Measures the user's class of optimizer, with the user's hyperparameters, on parameters of the layers' shapes.
+    """Asks the user's class of optimizer, with the user's hyperparameters, on parameters of the layers' shapes.
 
-    The user's own optimizer and parameters are only read.  Layers whose parameters are alike are measured once.
+    The user's own optimizer and parameters are only read.  Layers whose parameters are alike are asked once.
     """
 
-    def __init__(self, layers: LayerSequence, optimizer: torch.optim.Optimizer | None, trials: int) -> None:
+    def __init__(self, layers: LayerSequence, optimizer: torch.optim.Optimizer | None, clock: UpdateClock) -> None:
         self._layers = layers
         self._optimizer = optimizer
-        self._trials = trials
+        self._clock = clock
         self._groups: dict[int, int] = {}  # number of the parameter group, by the parameter's identity
         if optimizer is not None:
             for number, group in enumerate(optimizer.param_groups):
                 self._groups.update((id(parameter), number) for parameter in group["params"])
         self._known: dict[tuple[Any, ...], UpdateCost] = {(): UpdateCost(0, 0.0)}
 
-    def of(self, index: int) -> UpdateCost:
-        """Of what layer ``index`` updates: its trainable parameters that no earlier layer shares."""
+    def updated_by(self, index: int) -> list[Updated]:
+        """What layer ``index`` updates: its trainable parameters that no earlier layer shares."""
         updated = []
         for name in dict.fromkeys(self._layers.layers[index].parameters):
             spec, group = self._layers.state[name], self._groups.get(id(self._layers.tensors[name]))
             if spec.trainable and group is not None and spec.layers[0] == index:
                 updated.append((group, spec))
+        return updated
+
+    def hyperparameters(self, group: int) -> dict[str, Any]:
+        assert self._optimizer is not None
+        return {name: value for name, value in self._optimizer.param_groups[group].items() if name != "params"}
+
+    def of(self, updated: Sequence[Updated]) -> UpdateCost:
         key = tuple((group, spec.shape, spec.dtype) for group, spec in updated)
         if key not in self._known:
             self._known[key] = self._measure(updated)
         return self._known[key]
 
-    def _measure(self, updated: Sequence[tuple[int, StateSpec]]) -> UpdateCost:
-        total_bytes = sum(spec.num_bytes for _, spec in updated)
-        share = min(1.0, _LARGEST_STAND_IN_BYTES / max(1, total_bytes))
-        stand_ins = [_stand_in(spec, share) for _, spec in updated]
-        stand_in_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stand_ins)
-        optimizer = self._rebuild([group for group, _ in updated], stand_ins)
-        seconds = []
-        for _ in range(1 + self._trials):  # the first one makes the state
-            start_s = time.perf_counter()
-            self._step(optimizer)
-            seconds.append(time.perf_counter() - start_s)
-        state_bytes = sum(
-            _state_bytes(optimizer.state[tensor], spec.num_bytes / max(1, tensor.numel() * tensor.element_size()))
-            for tensor, (_, spec) in zip(stand_ins, updated, strict=True)
-        )
-        return UpdateCost(state_bytes, statistics.median(seconds[1:]) * total_bytes / max(1, stand_in_bytes))
+    def _measure(self, updated: Sequence[Updated]) -> UpdateCost:
+        """Seconds are proportional to the bytes updated; bytes of state grow linearly with a parameter's rows."""
+        total_bytes = max(1, sum(spec.num_bytes for _, spec in updated))
+        share = min(1.0, self._clock.largest_stand_in_bytes / total_bytes)
+        groups, specs = [group for group, _ in updated], [spec for _, spec in updated]
+        stand_ins = [_stand_in(spec, _rows(spec, share)) for spec in specs]
+        optimizer = self._rebuild(groups, stand_ins)
+        self._step(optimizer)  # makes the state
+        seconds, spread = self._clock(lambda: self._step(optimizer))
+        sizes = [_state_numels(optimizer.state[tensor]) for tensor in stand_ins]
+        if share < 1:
+            fewer = [_stand_in(spec, max(1, _rows(spec, share) // 2)) for spec in specs]
+            other = self._rebuild(groups, fewer)
+            self._step(other)
+            state_bytes = sum(
+                _at_full_size(spec, (small, _state_numels(other.state[small])), (large, size))
+                for spec, small, large, size in zip(specs, fewer, stand_ins, sizes, strict=True)
+            )
+        else:
+            state_bytes = sum(numel * item_bytes for size in sizes for numel, item_bytes in size)
+        stand_in_bytes = max(1, sum(tensor.nbytes for tensor in stand_ins))
+        return UpdateCost(state_bytes, seconds * total_bytes / stand_in_bytes, spread)
 
     def _rebuild(self, groups: Sequence[int], stand_ins: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         assert self._optimizer is not None
@@ -72,10 +126,7 @@ class UpdateCosts:
         members: dict[int, list[torch.Tensor]] = {}
         for number, tensor in zip(groups, stand_ins, strict=True):
             members.setdefault(number, []).append(tensor)
-        given = [
-            {**{k: v for k, v in self._optimizer.param_groups[number].items() if k != "params"}, "params": tensors}
-            for number, tensors in members.items()
-        ]
+        given = [{**self.hyperparameters(number), "params": tensors} for number, tensors in members.items()]
         try:
             build: Any = kind  # a subclass may take other arguments than Optimizer does
             rebuilt: torch.optim.Optimizer = build(given, **_arguments(kind, self._optimizer.defaults))
@@ -106,20 +157,43 @@ def _arguments(kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any]) -
     return {name: value for name, value in defaults.items() if name in accepted}
 
 
-def _stand_in(spec: StateSpec, share: float) -> torch.Tensor:
-    """A parameter with a gradient, of that shape; with a share below 1, fewer rows."""
-    shape = list(spec.shape)
-    if shape and share < 1:
-        shape[0] = max(1, int(shape[0] * share))
+# -- stand-ins ----------------------------------------------------------------------------------------------------
+
+
+def _rows(spec: StateSpec, share: float) -> int:
+    """That share of a parameter's first dimension; two at least where it has as many."""
+    full = spec.shape[0] if spec.shape else 1
+    return full if share >= 1 else min(full, max(2, int(full * share)))
+
+
+def _stand_in(spec: StateSpec, rows: int) -> torch.Tensor:
+    """A parameter with a gradient, of that shape but for the number of rows."""
+    shape = (rows, *spec.shape[1:]) if spec.shape else ()
     dtype = getattr(torch, spec.dtype)
     tensor = torch.full(shape, 0.1, dtype=dtype).requires_grad_()
     tensor.grad = torch.full(shape, 0.01, dtype=dtype)
     return tensor
 
 
-def _state_bytes(state: Mapping[str, Any], scale: float) -> int:
-    """Bytes of one parameter's state; scalars (such as the step) do not grow with the parameter."""
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+def _state_numels(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(elements, bytes per element) of each tensor in one parameter's state."""
+    return [(value.numel(), value.element_size()) for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def _at_full_size(
+    spec: StateSpec,
+    smaller: tuple[torch.Tensor, list[tuple[int, int]]],
+    larger: tuple[torch.Tensor, list[tuple[int, int]]],
+) -> int:
+    """Bytes of the state at the parameter's own number of rows, from its stand-ins of two sizes.
+
+    Exact for what has an element per parameter, per row (factored states), per other dimension, or one in all.
+    """
+    (few, sizes_few), (many, sizes_many) = smaller, larger
+    if few.shape == many.shape:  # one row, or none
+        return sum(numel * item_bytes for numel, item_bytes in sizes_many)
+    extra = (spec.shape[0] - many.shape[0]) / (many.shape[0] - few.shape[0])
     return sum(
-        round(tensor.numel() * tensor.element_size() * (scale if tensor.numel() > 1 else 1)) for tensor in tensors
+        round((numel + (numel - before) * extra) * item_bytes)
+        for (before, _), (numel, item_bytes) in zip(sizes_few, sizes_many, strict=True)
     )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from harmony_lab.errors import HarmonyError
 
-__all__ = ["Failure", "capture"]
+__all__ = ["Failure", "capture", "clear_frames"]
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -24,6 +24,16 @@ def capture(where: str, error: BaseException) -> Failure:
     becomes a note.
     """
     text = "".join(traceback.format_exception(error))
+    clear_frames(error)
+    bare = _bare(error)
+    bare.add_note(f"In the worker thread:\n{text}")
+    return Failure(where, bare)
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the locals of every frame that this error and those it follows from passed through, but for frames that are
+    still running: whoever keeps the error (a notebook does) keeps no tensors with it.
+    """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -32,9 +42,6 @@ def capture(where: str, error: BaseException) -> Failure:
             seen.add(id(link))
             traceback.clear_frames(link.__traceback__)
             pending += [link.__cause__, link.__context__]
-    bare = _bare(error)
-    bare.add_note(f"In the worker thread:\n{text}")
-    return Failure(where, bare)
 
 
 def _bare(error: BaseException) -> BaseException:

@@ -51,7 +51,7 @@ def test_one_pack_is_singular_and_no_forward_pack_is_said() -> None:
 def test_profile_bars_are_the_costs_at_that_microbatch_size(size: int | None) -> None:
     profile = small_profile()
     figure = profile_figure(profile, size)
-    forward, backward, parameters, saved = figure.data
+    forward, backward, parameters, saved, *_ = figure.data
     costs = [profile.cost(layer, size or 4) for layer in range(len(profile))]
     assert forward.y == pytest.approx([cost.forward_s * 1e3 for cost in costs])
     assert backward.y == pytest.approx([cost.backward_s * 1e3 for cost in costs])
@@ -59,6 +59,16 @@ def test_profile_bars_are_the_costs_at_that_microbatch_size(size: int | None) ->
     assert saved.y == pytest.approx([cost.saved_bytes / MIB for cost in costs])
     assert forward.marker.color == OP_COLOURS[OpKind.FORWARD]
     assert saved.marker.color == TENSOR_COLOURS[TensorKind.SAVED]
+
+
+def test_the_whole_models_seconds_are_drawn_against_the_microbatch_size() -> None:
+    profile = small_profile()
+    *_, forward, backward = profile_figure(profile, 2).data
+    for line, name in ((forward, "forward_s"), (backward, "backward_s")):
+        assert list(line.x) == list(profile.microbatch_sizes)
+        sums = [sum(getattr(layer.costs[i], name) for layer in profile.layers) for i in range(len(line.x))]
+        assert line.y == pytest.approx([seconds * 1e3 for seconds in sums])
+        assert line.xaxis == "x4"
 
 
 def test_a_profile_is_not_drawn_beyond_what_was_measured() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import weakref
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from small_layers import build, layer, mlp, samples
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError, OutOfRangeError, PlanDoesNotFitError
@@ -17,6 +20,8 @@ from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.profiler.gauges import Target
 from harmony_lab.profiler.measure import profile
+from harmony_lab.profiler.steps import Steps
+from harmony_lab.profiler.updates import UpdateCosts, spread_of
 from harmony_lab.runtime.execution import run_backward, run_with_gradient
 
 MACHINE = Machine.emulated(2, memory="8MiB")
@@ -264,8 +269,35 @@ def test_sizes_between_are_interpolated_and_beyond_refused() -> None:
 
 def test_sizes_end_where_a_layer_no_longer_fits() -> None:
     # The second layer needs its weights, gradients and a new gradient, 1 KiB each, its input and three values more.
-    machine = Machine.emulated(1, memory=3 * 1024 + 4 * 64 * 9)
-    assert profile(two_linears(), machine, minibatch_size=32, trials=1).microbatch_sizes == (1, 2, 4, 8)
+    machine = Machine.emulated(1, memory=3 * 1024 + 4 * 64 * 11)
+    assert profile(two_linears(), machine, minibatch_size=32, trials=1).microbatch_sizes == (1, 2, 4, 8, 11)
+    given = profile(two_linears(), machine, microbatch_sizes=[1, 8, 16], trials=1)
+    assert given.microbatch_sizes == (1, 8)
+
+
+def test_a_model_larger_than_the_device_is_profiled_in_place() -> None:
+    layers = mlp(depth=40, width=64)
+    machine = Machine.emulated(1, memory="128KiB")
+    measured = profile(layers, machine, microbatch_sizes=[1], trials=1)
+    assert measured.weight_bytes(0, 41) > 4 * machine.budgets[0]
+
+
+def test_sizes_start_where_every_layer_runs() -> None:
+    def norm(parameters: Any, buffers: Any, inputs: Any, batch: Any, call: Any) -> tuple[Tensor, ...]:
+        return (nn.functional.batch_norm(batch[0] * parameters[0], None, None, training=True),)
+
+    layers = build(
+        [
+            layer("norm", norm, kind=0, parameters=("a",), batch_inputs=("x",), outputs=("v",)),
+            layer("loss", squares, kind=1, inputs=("v",), outputs=("loss",)),
+        ],
+        {"a": torch.ones(8, requires_grad=True)},
+        {"x": torch.randn(4, 8)},
+        smallest=2,
+    )
+    assert profile(layers, MACHINE, trials=1).microbatch_sizes == (2, 4)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        profile(layers, MACHINE, microbatch_sizes=[1, 2], trials=1)
 
 
 def test_a_layer_that_never_fits_is_named_with_its_bytes() -> None:
@@ -325,11 +357,29 @@ def test_json_holds_all_of_a_measured_profile(tmp_path: Any) -> None:
     assert json.loads((tmp_path / "profile.json").read_text())["fingerprint"] == "small"
 
 
+def test_several_trials_tell_how_far_they_are_apart() -> None:
+    layers = mlp()
+    measured = profile(layers, MACHINE, adamw(layers), microbatch_sizes=[1, 4], trials=4)
+    spreads = [cost.spread for item in measured.layers for cost in item.costs]
+    assert all(spread is not None and spread >= 0 for spread in spreads)
+    assert measured.cost(0, 2).spread == max(cost.spread for cost in measured.layers[0].costs)
+    assert measured.layers[0].update_spread is not None
+    assert measured.layers[-1].update_spread is None  # updates nothing
+    assert Profile.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+    assert " %" in measured._repr_html_()
+
+
+def test_the_spread_is_half_the_range_over_the_median() -> None:
+    assert spread_of([1.0, 2.0, 4.0]) == 0.75
+    assert spread_of([1.0]) is None
+
+
 def test_the_frame_has_a_row_per_layer_and_size() -> None:
     measured = profile(mlp(depth=3), MACHINE, microbatch_sizes=[1, 3], trials=1)
     frame = measured.to_frame()
     assert len(frame) == 4 * 2
     assert frame["name"].tolist()[::2] == ["0", "1", "2", "loss"]
+    assert frame["spread"].isna().all()  # a single trial tells nothing
     assert (frame["forward_s"] > 0).all()
     assert measured.device == f"emulated cpu, {MACHINE.devices[0].compute_threads} thread" + (
         "s" if MACHINE.devices[0].compute_threads > 1 else ""
@@ -365,6 +415,78 @@ def test_a_failing_layer_leaves_nothing_behind() -> None:
     assert len(profile(layers, MACHINE, trials=1)) == 2
 
 
+def alive_bytes() -> int:
+    gc.collect()
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is Tensor
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_an_error_that_is_kept_keeps_no_tensors(kind: type[BaseException]) -> None:
+    def fail(parameters: Any, buffers: Any, inputs: Any, batch: Any, call: Any) -> tuple[Tensor, ...]:
+        value = inputs[0] ** 2
+        if broken:
+            raise kind("in the middle")
+        return (value.mean(),)
+
+    broken: list[int] = []
+    layers = build(
+        [
+            layer("a", plain_linear, kind=0, parameters=("a",), batch_inputs=("x",), outputs=("v",)),
+            layer("loss", fail, kind=1, inputs=("v",), outputs=("loss",)),
+        ],
+        {"a": torch.randn(256, 256, requires_grad=True)},
+        {"x": torch.randn(4, 256)},
+    )
+    broken.append(1)
+    before = alive_bytes()
+    kept = []
+    for _ in range(5):
+        with pytest.raises(kind) as caught:
+            profile(layers, MACHINE, microbatch_sizes=[64], trials=1)
+        kept.append(caught.value)
+    assert kept[0].__traceback__ is not None
+    assert alive_bytes() <= before
+
+
+def test_what_the_progress_callback_raises_ends_profiling() -> None:
+    def stop(done: int, total: int, what: str) -> None:
+        seen.append(what)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    seen: list[str] = []
+    layers = mlp(width=128)
+    before, threads = alive_bytes(), torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        profile(layers, MACHINE, trials=1, progress=stop)
+    assert len(seen) == 3
+    assert caught.value.__traceback__ is not None
+    assert alive_bytes() <= before
+    assert torch.get_num_threads() == threads
+
+
+def test_progress_tells_the_layer_and_the_time_left() -> None:
+    now = iter([0.0, 2.0, 3.0, 9.0])
+    seen: list[tuple[int, int, str]] = []
+    steps = Steps(lambda *step: seen.append(step), 4, 10.0, lambda: next(now))
+    steps.begin("a", 1)
+    steps.begin("b", 4)  # 1 of 10 took 2 s
+    steps.begin("c", 4)  # 5 of 10 took 3 s
+    steps.only(1, 2)
+    steps.begin("d", 1)  # 9 took 9 s, 2 are left
+    steps.end()
+    assert seen == [
+        (0, 4, "a"),
+        (1, 4, "b; about 18.0 s left"),
+        (2, 4, "c; about 3.00 s left"),
+        (3, 4, "d; about 2.00 s left"),
+        (4, 4, "profile"),
+    ]
+
+
 def test_progress_counts_up_to_its_total() -> None:
     seen: list[tuple[int, int, str]] = []
     layers = mlp()
@@ -384,6 +506,8 @@ def test_progress_counts_up_to_its_total() -> None:
         (lambda p: torch.optim.AdamW(p, fused=True), 2),
         (lambda p: torch.optim.RMSprop(p), 1),
         (lambda p: torch.optim.Adagrad(p), 1),
+        (lambda p: torch.optim.Adafactor(p), 0),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
     ],
 )
 def test_state_bytes_are_those_of_the_users_optimizer(build_optimizer: Any, states_per_element: int) -> None:
@@ -414,6 +538,94 @@ def test_large_parameters_are_scaled_up_from_smaller_stand_ins() -> None:
     machine = Machine.emulated(1, memory="256MiB")
     measured = profile(layers, machine, adamw(layers), microbatch_sizes=[1], trials=1)
     assert measured.layers[0].optimizer_state_bytes == pytest.approx(2 * 24_000_000 + 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "build_optimizer",
+    [
+        lambda p: torch.optim.Adafactor(p),
+        lambda p: torch.optim.AdamW(p, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    ],
+)
+@pytest.mark.parametrize("shape", [(5000, 1200), (6_000_000,), (300, 100, 200)])
+def test_state_bytes_of_large_parameters_are_exact(
+    shape: tuple[int, ...], build_optimizer: Any, dtype: torch.dtype
+) -> None:
+    """Larger than a stand-in: the state's bytes follow from how they grow, factored states included."""
+    large = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    small = torch.zeros(7, dtype=dtype, requires_grad=True)
+    layers = build(
+        [
+            layer("a", lambda p, *_: ((p[0].sum() + p[1].sum()),), kind=0, parameters=("a", "b"), outputs=("loss",)),
+        ],
+        {"a": large, "b": small},
+        {"x": torch.randn(2, 3)},
+    )
+    optimizer = build_optimizer([large, small])
+    costs = UpdateCosts(layers, optimizer, Untimed())
+    asked = costs.of(costs.updated_by(0)).state_bytes
+    for tensor in (large, small):
+        tensor.grad = torch.ones_like(tensor)
+    optimizer.step()
+    real = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
+    assert asked == real
+
+
+class Untimed:
+    largest_stand_in_bytes = 2**20
+
+    def __call__(self, step: Any) -> tuple[float, float | None]:
+        return 1.0, None
+
+
+class PeakOfPlainRun(TorchDispatchMode):
+    """Bytes of all storages that ops made and that are alive, after each op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[Any, int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in before:
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+        alive = sum(num_bytes for reference, num_bytes in self.storages.values() if reference() is not None)
+        self.peak_bytes = max(self.peak_bytes, alive)
+        return result
+
+
+def test_the_peak_of_a_head_over_a_large_vocabulary_is_that_of_a_plain_run() -> None:
+    vocabulary, width, tokens = 128_256, 48, 24
+    torch.manual_seed(0)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+
+    def head(parameters: Any, buffers: Any, inputs: Any, batch: Any, call: Any) -> tuple[Tensor, ...]:
+        logits = nn.functional.linear(inputs[0], parameters[0]).float()
+        return (nn.functional.cross_entropy(logits.flatten(0, 1), batch[0].flatten()),)
+
+    layers = build(
+        [
+            layer("a", plain_linear, kind=0, parameters=("a",), batch_inputs=("x",), outputs=("v",)),
+            layer("head", head, kind=1, parameters=("w",), inputs=("v",), batch_inputs=("labels",), outputs=("loss",)),
+        ],
+        {"a": torch.randn(width, width, requires_grad=True), "w": weight},
+        {"x": torch.randn(2, tokens, width), "labels": torch.randint(0, vocabulary, (2, tokens))},
+    )
+    machine = Machine.emulated(1, memory="1GiB")
+    cost = profile(layers, machine, microbatch_sizes=[2], trials=1).cost(1, 2)
+    hidden = torch.randn(2, tokens, width, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    with PeakOfPlainRun() as plain:
+        head([weight], [], [hidden], [layers.example_batch["labels"]], None)[0].backward()
+    predicted = max(cost.recompute_peak_bytes, cost.backward_peak_bytes)
+    assert plain.peak_bytes <= predicted <= 1.05 * plain.peak_bytes
+    assert predicted > 2 * tokens * vocabulary * 4  # more than the logits
 
 
 class Stubborn(torch.optim.SGD):

@@ -1,0 +1,198 @@
+"""estimate: a Profile without running anything: exact bytes and floating-point operations, seconds by a roofline."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from harmony_lab.costs import Cost, Profile
+from harmony_lab.errors import HarmonyError
+from harmony_lab.layers import LayerSequence
+from harmony_lab.machine import Machine
+from harmony_lab.presets import GPU, gpu
+from harmony_lab.profiler.bench import Bench, Phase, Seconds, Weight
+from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of
+from harmony_lab.profiler.gauges import Target
+from harmony_lab.profiler.roofline import OpCounter, Rates, Work
+from harmony_lab.profiler.steps import ProgressCallback, Steps
+from harmony_lab.profiler.updates import UpdateCosts
+from harmony_lab.runtime.optimizer import PackOptimizer
+from harmony_lab.units import parse_rate
+
+__all__ = ["estimate"]
+
+_EFFICIENCY = 0.7  # what GPT-2 layers, fp32, have been measured to reach on a GTX 1080 Ti
+_STAND_IN_BYTES = 2**20
+_HOST_BANDWIDTH = "20GB/s"  # updates by Adam have been measured at 17 to 27 GB/s on servers with one GPU each
+_MOST_LAUNCH_SHARE = 0.5
+
+
+def estimate(
+    layers: LayerSequence,
+    device: Machine | GPU | str,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    microbatch_sizes: Sequence[int] | None = None,
+    minibatch_size: int | None = None,
+    efficiency: float | None = None,
+    calibrate: Profile | None = None,
+    host_bandwidth: str | float = _HOST_BANDWIDTH,
+    progress: ProgressCallback | None = None,
+) -> Profile:
+    """What ``profile`` would give on a device that is not at hand, without computing anything.
+
+    ``device``: a preset GPU, by name or as a record of ``harmony_lab.presets``, or a machine of them
+    (``Machine.preset("4x4090")``).  Layers may live on the meta device, so a model needs no memory.
+
+    Bytes are those of the ops that run, on tensors without data, as exact as measured ones but for what kernels of
+    attention and of recurrent layers (LSTM) keep for themselves.  Seconds: every op takes the longer of its
+    floating-point operations at the GPU's peak rate and its bytes at the memory's, over ``efficiency``, and the GPU's
+    ``launch_s``.
+    ``efficiency``: the share of its peak rates that the GPU reaches, 0.7 if not known.
+    ``calibrate``: a profile measured on such a GPU, of one of these layers or more: the efficiency is the one with
+    which the layers of those names take as long as measured, at the largest microbatch measured.
+
+    Updates on the host are bound by its memory: the bytes that the optimizer's ops read and write, at
+    ``host_bandwidth``.  (Optimizers that multiply matrices, as Muon does, take longer than that.)
+
+    ``microbatch_sizes``, ``minibatch_size``, ``progress`` and the errors raised: as in ``profile``.
+    """
+    if optimizer is not None:
+        PackOptimizer(optimizer, layers)
+    if efficiency is not None and calibrate is not None:
+        raise HarmonyError("give either an efficiency or a profile to calibrate with, not both")
+    card, room, threads = _resolved(device)
+    sizes = Sizes.of(microbatch_sizes, layers.example_sizes["batch"] if minibatch_size is None else minibatch_size)
+    kinds = kinds_of(layers)
+    num_kinds = len(set(kinds))
+    steps = Steps(progress, num_kinds * len(sizes.values) + 1, num_kinds * len(sizes.values) + 1)
+    works = _Works(layers, card)
+    share = _EFFICIENCY if efficiency is None else efficiency
+    if calibrate is not None:
+        share = _calibrated(works, calibrate, card)
+    if not share > 0:
+        raise HarmonyError(f"efficiency is the share of peak rates that is reached, such as 0.7; got {efficiency!r}")
+
+    def cost_of(index: int, size: int) -> Cost:
+        steps.begin(f"{layers.layers[index].name}, microbatch of {size}", 1)
+        work = works.of(index, size)
+        room.check(layers, index, size, work.weight)
+        phases = (work.forward, work.recompute, work.backward)
+        seconds = Seconds(*(phase.seconds(share, card.launch_s) for phase in phases))
+        return Cost(*seconds, *work.weight)
+
+    costs = costs_by_size(layers, kinds, sizes, room, cost_of)
+    steps.only(1, 1)
+    steps.begin("updates", 1)
+    updates = UpdateCosts(layers, optimizer, _TrafficOfSteps(parse_rate(host_bandwidth)))
+    updated = [updates.of(updates.updated_by(index)) for index in range(len(layers))]
+    steps.end()
+    return assemble(layers, f"{card.name}, estimated at {share:.0%} of its peak rates", kinds, costs, updated, threads)
+
+
+def _resolved(device: Machine | GPU | str) -> tuple[GPU, Room, int]:
+    """(the GPU, what fits, threads that update on the host)."""
+    if isinstance(device, Machine):
+        models = sorted({item.model for item in device.devices})
+        if len(models) != 1 or not models[0]:
+            raise HarmonyError(
+                f"the devices of {device.name} are not GPUs of one known model ({', '.join(models) or 'no model'}): "
+                "name the GPU to estimate for, such as '4090', or use Machine.preset('4x4090')"
+            )
+        return gpu(models[0]), Room.of(device), device.host.update_threads
+    card = device if isinstance(device, GPU) else gpu(device)
+    return card, Room(0, card.name, card.usable_bytes), 1
+
+
+# -- layers -------------------------------------------------------------------------------------------------------
+
+
+class _LayerWork(NamedTuple):
+    weight: Weight
+    forward: Work
+    recompute: Work
+    backward: Work
+
+
+class _Works:
+    """What runs of single layers do, by layer and microbatch size, each found once."""
+
+    def __init__(self, layers: LayerSequence, card: GPU) -> None:
+        self.layers = layers
+        self._rates = Rates(_peak(card), card.bytes_per_s)
+        self._known: dict[tuple[int, int], _LayerWork] = {}
+
+    def of(self, index: int, size: int) -> _LayerWork:
+        if (index, size) not in self._known:
+            self._known[index, size] = self._count(index, size)
+        return self._known[index, size]
+
+    def _count(self, index: int, size: int) -> _LayerWork:
+        done: dict[Phase, Work] = {}
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), OpCounter(self._rates) as counter:
+                bench = Bench.prepare(self.layers, index, Target.shapes(""), size)
+                counter.take()
+                weight = bench.weigh(lambda phase: done.__setitem__(phase, counter.take()))
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            raise HarmonyError(
+                f"layer {self.layers.layers[index].name} cannot be estimated: what {error.func} returns depends on the "
+                "data, or torch cannot tell its shape without running it. Measure with harmony_lab.profile instead"
+            ) from error
+        return _LayerWork(weight, done[Phase.FORWARD], done[Phase.RECOMPUTE], done[Phase.BACKWARD])
+
+
+def _peak(card: GPU) -> Callable[[torch.dtype, bool], float]:
+    """TF32 where torch's settings allow it: by default in convolutions."""
+
+    def rate(dtype: torch.dtype, convolution: bool) -> float:
+        allowed = torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32
+        return card.flops(str(dtype).removeprefix("torch."), tf32=bool(allowed))
+
+    return rate
+
+
+def _calibrated(works: _Works, measured: Profile, card: GPU) -> float:
+    """The efficiency with which the layers measured take as long as measured."""
+    names = {layer.name: index for index, layer in enumerate(works.layers.layers)}
+    shared = [(names[layer.name], layer) for layer in measured.layers if layer.name in names]
+    if not shared:
+        raise HarmonyError(
+            f"none of the {len(measured)} layers of the profile to calibrate with has the name of one of these layers"
+        )
+    size = measured.largest_microbatch
+    total_s = sum(sum(layer.costs[-1][:3]) for _, layer in shared)
+    total = Work(0, 0, 0, 0.0)
+    for index, _ in shared:
+        work = works.of(index, size)
+        total += work.forward + work.recompute + work.backward
+    launches_s = total.num_ops * card.launch_s
+    if launches_s > _MOST_LAUNCH_SHARE * total_s:
+        raise HarmonyError(
+            f"the layers to calibrate with are too small to tell the efficiency of {card.name}: with microbatches of "
+            f"{size} launching their {total.num_ops} ops takes most of the time; measure larger layers or microbatches"
+        )
+    return total.best_s / (total_s - launches_s)
+
+
+# -- updates ------------------------------------------------------------------------------------------------------
+
+
+class _TrafficOfSteps:
+    """Takes as long as the bytes that a step reads and writes take at that rate."""
+
+    largest_stand_in_bytes = _STAND_IN_BYTES
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+
+    def __call__(self, step: Callable[[], Any]) -> tuple[float, float | None]:
+        with OpCounter(Rates(lambda dtype, convolution: float("inf"), self._bytes_per_s)) as counter:
+            step()
+        return counter.take().num_bytes / self._bytes_per_s, None
