@@ -2,7 +2,7 @@
 
 Vocabulary.  A *value* is a tensor that crosses from one layer to a later one.  *Boundary* ``b`` is the set of values
 that are alive between layer ``b - 1`` and layer ``b``: everything that a pack starting at ``b`` receives from earlier
-layers. Boundary 0 is empty and boundary ``num_layers`` holds the loss.  The *batch* is what the user passes to the
+layers.  Boundary 0 is empty and boundary ``num_layers`` holds the loss.  The *batch* is what the user passes to the
 model; it stays on the host, and any layer may read it directly.
 
 This module knows no torch: tensors, modules and graphs are held as opaque objects that ``profiler.decompose`` puts in
@@ -69,7 +69,7 @@ class LayerCall:
 
     ``samples``: the half-open range of the minibatch that the inputs are, ``sizes``: the extent of every dynamic
     dimension by its symbol (the batch dimension's is the number of samples), ``seed``: of this training step,
-    ``device``: where it runs. Random masks are a function of (seed, sample, random op), so they do not depend on how a
+    ``device``: where it runs.  Random masks are a function of (seed, sample, random op), so they do not depend on how a
     minibatch is split.
     """
 
@@ -102,7 +102,8 @@ class Layer:
 
     ``kind`` numbers the layer *type*: layers of one kind have the same graph and shapes and share ``function``.
     ``inputs`` and ``outputs`` name values; ``batch_inputs`` name batch entries; ``parameters`` and ``buffers`` name
-    state of the model. ``first_random_op`` is the ordinal, in the whole model, of the layer's first random op.
+    state of the model.  ``first_random_op`` is the ordinal, in the whole model, of the layer's first random op.
+    ``flops_per_sample``: of the forward pass; None where it is not known.
     """
 
     name: str
@@ -116,21 +117,31 @@ class Layer:
     function: LayerFunction
     first_random_op: int = 0
     num_random_ops: int = 0
+    flops_per_sample: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSequence:
     """A model, and the loss it is trained on, as a sequence of layers.
 
-    ``boundaries``: ``num_layers + 1`` tuples of values, see the module's docstring. ``state`` and ``buffer_state``:
-    specs of every parameter and buffer that a layer reads, by name. ``tensors``: the user's own parameters and buffers
-    by name.  ``model``: the user's module. ``flatten_batch(batch)``: a batch as the user passes it, as ``(tensors by
-    name, sizes by symbol)``; raises ``DecomposeError`` for a batch of another structure or with a size that was not
-    declared dynamic.  ``sizes["batch"]`` is the number of samples. ``loss_weight(batch_tensors)``: the weight of a
-    microbatch's loss; a minibatch's loss is the weighted mean when ``loss_reduction`` is ``"mean"``, the plain sum when
-    ``"sum"``. ``couples_samples``: names of layers in which samples of one microbatch influence each other (BatchNorm
-    in train mode). ``buffer_decay``: for each updated buffer, d where one microbatch maps b to d·b + f(microbatch);
-    None where it has another form.
+    ``boundaries``
+        ``num_layers + 1`` tuples of values, see the module's docstring.
+    ``state``, ``buffer_state``
+        Specs of every parameter and buffer that a layer reads, by name.
+    ``tensors``, ``model``
+        The user's own parameters and buffers by name; the user's module.
+    ``flatten_batch(batch)``
+        A batch as the user passes it, as ``(tensors by name, sizes by symbol)``; ``sizes["batch"]`` is the number of
+        samples.  Raises ``DecomposeError`` for a batch of another structure or with a size that is not dynamic.
+    ``loss_weight(batch_tensors)``
+        The weight of a microbatch's loss: a minibatch's loss is the weighted mean when ``loss_reduction`` is
+        ``"mean"``, the plain sum when ``"sum"``.
+    ``couples_samples``
+        Names of layers in which samples of one microbatch influence each other (BatchNorm in train mode).
+    ``buffer_decay``
+        For each updated buffer, d where one microbatch maps b to d·b + f(microbatch); None where it has another form.
+    ``random_ops``
+        (batch dimension, rows per sample, blocks) of what the k-th random op draws: ``profiler.randomness.BatchDim``.
     """
 
     model: Any
@@ -146,7 +157,7 @@ class LayerSequence:
     loss_reduction: str
     couples_samples: tuple[str, ...]
     buffer_decay: Mapping[str, float | None]
-    random_ops: tuple[tuple[int | None, int], ...]
+    random_ops: tuple[tuple[int | None, int, int], ...]
     fingerprint: str
     example_batch: Any = None
 
@@ -183,7 +194,7 @@ class LayerSequence:
         return _unique(name for layer in self.layers[start:stop] for name in layer.batch_inputs)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per layer: name, kind, parameters, their bytes, bytes of one sample crossing into the layer."""
+        """One row per layer: name, kind, parameters, their bytes, and of one sample bytes crossing in and FLOPs."""
         return [
             {
                 "layer": index,
@@ -192,6 +203,7 @@ class LayerSequence:
                 "parameters": sum(_count(self.state[name].shape) for name in layer.parameters),
                 "parameter_bytes": sum(self.state[name].num_bytes for name in layer.parameters),
                 "input_bytes_per_sample": sum(spec.num_bytes(1) for spec in self.boundaries[index]),
+                "flops_per_sample": layer.flops_per_sample,
             }
             for index, layer in enumerate(self.layers)
         ]
@@ -207,12 +219,14 @@ class LayerSequence:
         rows = "".join(
             f"<tr><td>{row['layer']}</td><td>{escape(row['name'])}</td><td>{row['kind']}</td>"
             f"<td>{format_count(row['parameters'])}</td><td>{format_bytes(row['parameter_bytes'])}</td>"
-            f"<td>{format_bytes(row['input_bytes_per_sample'])}</td></tr>"
+            f"<td>{format_bytes(row['input_bytes_per_sample'])}</td>"
+            f"<td>{'' if row['flops_per_sample'] is None else format_count(row['flops_per_sample'])}</td></tr>"
             for row in self.rows()
         )
         return (
             f"<p>{escape(repr(self))}</p><table><thead><tr><th>layer</th><th>name</th><th>kind</th><th>parameters</th>"
-            f"<th>bytes</th><th>crossing in, per sample</th></tr></thead><tbody>{rows}</tbody></table>"
+            "<th>bytes</th><th>crossing in, per sample</th><th>FLOPs forward, per sample</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table>"
         )
 
 

@@ -33,7 +33,7 @@ class Trainer:
     """Trains ``layers`` with ``optimizer`` under ``plan``, one minibatch a step, in this process.
 
     The user's own parameters are trained, by the user's own optimizer; ``model.state_dict()`` is current after every
-    step. Without ``profile`` the layers are profiled first, for the plan's microbatch sizes.  A minibatch of another
+    step.  Without ``profile`` the layers are profiled first, for the plan's microbatch sizes.  A minibatch of another
     size than the plan's runs under the same schedule, made for its size.
 
     ``seed`` fixes random masks (see ``reproducible_randomness``).  ``chaos_seed`` delays every op of emulated devices

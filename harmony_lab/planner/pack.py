@@ -61,6 +61,8 @@ class PackCosts:
 
     def _new_bytes(self, start: int, boundary: int, size: int) -> int:
         """Values of a boundary that did not come in at ``start``."""
+        if boundary == start:
+            return 0
         given = {spec.name for spec in self.profile.boundaries[start]}
         return sum(spec.num_bytes(size) for spec in self.profile.boundaries[boundary] if spec.name not in given)
 

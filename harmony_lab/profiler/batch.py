@@ -157,6 +157,7 @@ def _describe(value: Any, name: str, top_names: tuple[str, ...], found: list[tup
         return _Tensor(len(found) - 1)
     container = _children(value)
     if container is None:
+        _refuse_cache(value, name)
         return _Constant(value)
     kind, keys, items, build = container
     labels = top_names if len(top_names) == len(keys) else keys
@@ -165,6 +166,16 @@ def _describe(value: Any, name: str, top_names: tuple[str, ...], found: list[tup
         for label, item in zip(labels, items, strict=True)
     )
     return _Container(kind, keys, children, build)
+
+
+def _refuse_cache(value: Any, name: str) -> None:
+    """A cache of keys and values grows in forward: recompute, another forward, would find another."""
+    kinds = [kind.__name__ for kind in type(value).__mro__]
+    if any(kind.endswith("Cache") for kind in kinds):
+        raise DecomposeError(
+            f"{name or 'the batch'} is a key-value cache ({kinds[0]}), which grows in forward, so that recompute would "
+            "see another: training needs none; leave it out, and pass use_cache=False to a model that makes its own"
+        )
 
 
 def _build(tree: Any, tensors: Sequence[Any]) -> Any:

@@ -1,5 +1,6 @@
 """The training computation of a model as one graph: torch.export in training IR, the loss as the only output."""
 
+import copy
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,6 +15,9 @@ from torch.export.graph_signature import InputKind
 
 from harmony_lab.errors import DecomposeError
 from harmony_lab.profiler.batch import BatchStructure
+from harmony_lab.profiler.nodes import describe
+from harmony_lab.profiler.pieces import EvenPieces
+from harmony_lab.profiler.refusals import refuse_custom_gradients
 
 __all__ = ["Captured", "Source", "capture", "loss_of"]
 
@@ -74,11 +78,19 @@ class _Training(nn.Module):
         self.structure = structure
 
     def forward(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        lengths = [t.shape[0] for t, spec in zip(tensors, self.structure.tensors, strict=True) if spec.batched]
+        for length in lengths[1:]:
+            # One symbol from here on, not one for each tensor.
+            torch._check(length == lengths[0])  # type: ignore[no-untyped-call] # torch's has no types
         batch = self.structure.rebuild(tensors)
-        if self.loss_fn is None:
-            return loss_of(call_model(self.model, batch))
-        inputs, targets = batch
-        return loss_of(self.loss_fn(call_model(self.model, inputs), targets))
+        with EvenPieces():
+            if self.loss_fn is None:
+                loss = loss_of(call_model(self.model, batch))
+            else:
+                inputs, targets = batch
+                loss = loss_of(self.loss_fn(call_model(self.model, inputs), targets))
+        refuse_custom_gradients(loss)
+        return loss
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -104,15 +116,32 @@ def capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., 
         _resized(tensor, samples) if spec.batched else tensor.clone()
         for spec, tensor in zip(structure.tensors, structure.example, strict=True)
     ]
+    traced = _Training(_with_data(model), structure, loss_fn)
     dim = Dim("batch")
     shapes = [{0: dim} if spec.batched else None for spec in structure.tensors]
     try:
-        program = export(training, (leaves,), dynamic_shapes=(shapes,), strict=False)
+        program = export(traced, (leaves,), dynamic_shapes=(shapes,), strict=False)
     except DecomposeError:
         raise
     except Exception as error:
-        raise _not_exportable(model, error) from error
+        raise _fixed_samples(traced, leaves, samples) or _not_exportable(model, error) from error
     return _captured(program, training, structure)
+
+
+def _with_data(model: nn.Module) -> nn.Module:
+    """The model itself, or a copy whose tensors on the meta device are of the CPU, as the batch is, without memory."""
+    tensors = [*model.parameters(), *model.buffers()]
+    held = (value for module in model.modules() for value in vars(module).values())
+    tensors += [value for value in held if isinstance(value, torch.Tensor)]
+    if not any(tensor.is_meta for tensor in tensors):
+        return model
+    return copy.deepcopy(model, {id(tensor): _hollow(tensor) if tensor.is_meta else tensor for tensor in tensors})
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    hollow = torch.empty(tensor.shape, dtype=tensor.dtype)
+    hollow.untyped_storage().resize_(0)
+    return nn.Parameter(hollow, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else hollow
 
 
 def _example_samples(training: nn.Module, structure: BatchStructure) -> int:
@@ -120,6 +149,26 @@ def _example_samples(training: nn.Module, structure: BatchStructure) -> int:
     taken = {length for spec in structure.tensors for length in spec.shape[1:]}
     taken |= {length for tensor in training.state_dict().values() for length in getattr(tensor, "shape", ())}
     return next((prime for prime in _PRIMES if prime not in taken), 73)
+
+
+def _fixed_samples(training: _Training, leaves: list[torch.Tensor], samples: int) -> DecomposeError | None:
+    """For a model that can be captured with one number of samples only, as one with a loss that pairs them.
+
+    That number is a prime that no other size equals: a tensor that has it twice pairs every sample with every other.
+    """
+    try:
+        program = export(training, (leaves,), strict=False)
+    except Exception:
+        return None
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and node.op == "call_function" and list(value.shape).count(samples) > 1:
+            return DecomposeError(
+                f"samples of a batch meet in {describe(node)}, which pairs each with every other, and the model fixes "
+                f"how many there are (as len(x) does; x.shape[0] does not): the losses of microbatches do not make up "
+                "the loss of the minibatch. Pass a loss_fn that looks at each sample alone"
+            )
+    return None
 
 
 def _resized(tensor: torch.Tensor, samples: int) -> torch.Tensor:

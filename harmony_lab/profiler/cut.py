@@ -1,6 +1,6 @@
-"""Where to cut a computation into layers: at the modules that are called one after another."""
+"""Where to cut a computation into layers: at modules that are called one after another, else where little crosses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise, takewhile
@@ -41,12 +41,18 @@ class _Child:
     parameters: frozenset[str]
 
 
-def choose_segments(model: nn.Module, steps: Sequence[Step], cut: Sequence[str] | None = None) -> tuple[Segment, ...]:
-    """Contiguous segments that cover all steps.
+def choose_segments(
+    model: nn.Module,
+    steps: Sequence[Step],
+    crossing_bytes: Callable[[], Sequence[int]],
+    cut: Sequence[str] | None = None,
+) -> tuple[Segment, ...]:
+    """Contiguous segments that cover all steps.  ``crossing_bytes()``: of the values alive before each step.
 
     Without ``cut``: one segment per child of the outermost ModuleLists and Sequentials whose children run one after
     another (of the model itself where it has none), one for what comes before, between and after; segments without
-    parameters join their neighbour.  With ``cut``: at the first step of each named module.
+    parameters join their neighbour.  A model without modules to cut at is cut between parameters where no more bytes
+    cross than before.  With ``cut``: at the first step of each named module.
     """
     if cut is not None:
         starts = {0: ""} | {_first_step(model, steps, name): name for name in cut}
@@ -59,7 +65,21 @@ def choose_segments(model: nn.Module, steps: Sequence[Step], cut: Sequence[str] 
             if child.parameters:
                 starts[child.start] = child.name
         starts.setdefault(children[-1].stop, "")
-    return tuple(_merged(steps, list(_segments(steps, starts))))
+    segments = _merged(steps, list(_segments(steps, starts)))
+    if len(segments) == 1:
+        segments = list(_segments(steps, dict.fromkeys([0, *_narrow_places(steps, crossing_bytes())], "")))
+    return tuple(segments)
+
+
+def _narrow_places(steps: Sequence[Step], crossing_bytes: Sequence[int]) -> Iterator[int]:
+    """The place between each two steps that read parameters where the least crosses, if it is no more than before."""
+    readers = [index for index, step in enumerate(steps) if step.parameters]
+    before = None
+    for first, last in pairwise(readers):
+        place = min(range(first + 1, last + 1), key=lambda index: (crossing_bytes[index], -index))
+        if before is None or crossing_bytes[place] <= before:
+            yield place
+        before = crossing_bytes[place]
 
 
 def _children(steps: Sequence[Step], container: str) -> list[_Child]:
@@ -125,9 +145,13 @@ def _segments(steps: Sequence[Step], starts: Mapping[int, str]) -> Iterator[Segm
 
 
 def _name(steps: Sequence[Step]) -> str:
-    """The modules that own what a segment reads: one or two, or what they are part of; else the first module."""
+    """The modules that own what a segment reads: one or two, or what they are part of; else the first module.
+
+    What is read in no module of its own goes by the names of the parameters.
+    """
     owners = list(dict.fromkeys(step.path[-1] for step in steps if step.path and step.parameters))
-    owners = owners or list(dict.fromkeys(step.path[-1] for step in steps if step.path))[:1] or ["loss"]
+    owners = owners or list(dict.fromkeys(step.path[-1] for step in steps if step.path))[:1]
+    owners = owners or list(dict.fromkeys(name for step in steps for name in sorted(step.parameters))) or ["loss"]
     if len(owners) <= 2:
         return " + ".join(owners)
     columns = zip(*(owner.split(".") for owner in owners), strict=False)

@@ -1,32 +1,30 @@
 """decompose: a model and its loss as a sequence of layers that are pure functions."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from harmony_lab.errors import DecomposeError
-from harmony_lab.layers import Layer, LayerSequence, TensorSpec
+from harmony_lab.layers import LayerSequence
+from harmony_lab.profiler.assembly import Assembly
 from harmony_lab.profiler.batch import BatchStructure
-from harmony_lab.profiler.capture import Captured, capture
-from harmony_lab.profiler.cut import Segment, Step, choose_segments
-from harmony_lab.profiler.extract import GraphFunction, Region, digest, extract, gather
-from harmony_lab.profiler.graph import (
-    DataFlow,
-    analyze,
-    argument,
-    describe,
-    is_batch_norm,
-    module_path,
-    op_name,
-    size_factor,
-)
-from harmony_lab.profiler.loss import LossReduction, reduction_of, weigh
+from harmony_lab.profiler.capture import capture
+from harmony_lab.profiler.coupling import coupled_layers
+from harmony_lab.profiler.cut import Step, choose_segments
+from harmony_lab.profiler.flops import with_flops
+from harmony_lab.profiler.graph import DataFlow, analyze
+from harmony_lab.profiler.loss import LossReduction, reduction_of
 from harmony_lab.profiler.modules import decompose_modules, sequential_groups
+from harmony_lab.profiler.nodes import describe, module_path, size_factor
 from harmony_lab.profiler.random_nodes import is_random
-from harmony_lab.profiler.state import batch_specs, dtype_name, state_specs
+from harmony_lab.profiler.refusals import refuse_gradient_hooks, refuse_shared_updates
 
 __all__ = ["decompose"]
 
@@ -50,7 +48,8 @@ def decompose(
     ``layers``: modules that are run in sequence on the inputs, one layer each, for a model that cannot be captured;
     needs ``loss_fn``.
     ``cut``: names of modules at whose first operation to cut, instead of at the blocks of the model.
-    ``loss_reduction``: "mean" or "sum" over samples, where it does not follow from the loss itself.
+    ``loss_reduction``: "mean" or "sum" over samples, where it does not follow from the loss itself, or where samples
+    meet in the model: then the minibatch's loss is the mean or sum of what the microbatches give each by itself.
 
     The model is not changed.  Raises ``DecomposeError``, which names the operation and the source line and says what
     to do.
@@ -63,6 +62,15 @@ def decompose(
             "put the inputs of the model and the targets of the loss into a pair"
         )
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps, so that names are the plain model's
+    refuse_gradient_hooks(model)
+    if loss_fn is None and isinstance(model, nn.Sequential):
+        raise DecomposeError("an nn.Sequential returns no loss: pass loss_fn and a batch of (inputs, targets)")
+    if not model.training:
+        warnings.warn(
+            f"{type(model).__name__} is in eval mode and will be trained so: dropout is off, batch norm keeps its "
+            "statistics; call model.train() first if that is not meant",
+            stacklevel=2,
+        )
     structure = BatchStructure(example_batch, ("inputs", "targets") if loss_fn is not None else ())
     if layers is not None:
         return _of_modules(model, [[module] for module in layers], example_batch, structure, loss_fn, loss_reduction)
@@ -74,9 +82,36 @@ def decompose(
         raise
     flow = analyze(captured, is_random)
     steps = [Step(tuple(module_path(node)), _parameters_read(flow, node)) for node in flow.trunk]
-    segments = choose_segments(model, steps, cut)
-    reduction = LossReduction(loss_reduction) if loss_reduction is not None else reduction_of(flow)
-    return _Assembly(model, structure, flow, segments, reduction).sequence(example_batch)
+    segments = choose_segments(model, steps, partial(_crossing_bytes, flow), cut)
+    assembly = Assembly(model, structure, flow, segments, _reduction(flow, loss_reduction))
+    return _with_coupling(assembly, assembly.sequence(example_batch), declared=loss_reduction is not None)
+
+
+def _reduction(flow: DataFlow, declared: str | None) -> LossReduction:
+    if declared is None:
+        return reduction_of(flow)
+    try:
+        tail = reduction_of(flow).tail
+    except DecomposeError:
+        tail = frozenset()  # it is declared because it cannot be read off the graph
+    return LossReduction(declared, tail=tail)
+
+
+def _with_coupling(assembly: Assembly, layers: LayerSequence, *, declared: bool) -> LayerSequence:
+    """The same layers, with those named in which samples meet; refused unless the user says how losses combine."""
+    suspects = assembly.suspects()
+    coupled = coupled_layers(layers, suspects)
+    runnable = not any(tensor.is_meta for tensor in layers.tensors.values())
+    if coupled and runnable and not declared:
+        raise DecomposeError(
+            f"samples of a batch meet in {describe(suspects[coupled[0]])}: what is computed for one depends on the "
+            "others, so the losses of microbatches do not make up the loss of the minibatch. Pass "
+            'loss_reduction="mean" to train on the mean of the losses that the microbatches have each among their own '
+            "samples, or a loss_fn that looks at each sample alone"
+        )
+    refuse_shared_updates(layers)
+    names = (layers.layers[index].name for index in sorted({*assembly.batch_norms(), *coupled}))
+    return with_flops(replace(layers, couples_samples=tuple(names)))
 
 
 def _of_modules(
@@ -89,213 +124,28 @@ def _of_modules(
 ) -> LayerSequence:
     if loss_fn is None or not any(groups):
         raise DecomposeError("layers=[...] needs at least one module, a loss_fn and batches of (inputs, targets)")
-    return decompose_modules(model, groups, example_batch, structure, loss_fn, loss_reduction)
+    decomposed = decompose_modules(model, groups, example_batch, structure, loss_fn, loss_reduction)
+    refuse_shared_updates(decomposed)
+    return with_flops(decomposed)
+
+
+def _crossing_bytes(flow: DataFlow) -> list[int]:
+    """For each step, bytes of one sample's values that are made before it and that it or a later step reads."""
+    last: dict[fx.Node, int] = {}
+    for position, node in enumerate(flow.trunk):
+        last.update(dict.fromkeys(flow.needs[node], position))
+    change = [0] * (len(flow.trunk) + 1)
+    for position, node in enumerate(flow.trunk):
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor) and last.get(node, position) > position:
+            factors = (size_factor(length, flow.captured.symbol) or (0, 1) for length in value.shape)
+            num_bytes = math.prod(sum(factor) for factor in factors) * value.dtype.itemsize
+            change[position + 1] += num_bytes
+            change[last[node] + 1] -= num_bytes
+    return list(accumulate(change))
 
 
 def _parameters_read(flow: DataFlow, node: fx.Node) -> frozenset[str]:
     sources = flow.captured.sources
     read = (sources[value] for value in node.all_input_nodes if value in sources)
     return frozenset(source.name for source in read if source.role == "parameter")
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A layer in the making."""
-
-    segment: Segment
-    trunk: tuple[fx.Node, ...]
-    region: Region
-    outputs: tuple[fx.Node, ...]
-
-
-class _Assembly:
-    """Puts the layers of one captured model together."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: BatchStructure,
-        flow: DataFlow,
-        segments: Sequence[Segment],
-        reduction: LossReduction,
-    ) -> None:
-        self.model = model
-        self.structure = structure
-        self.flow = flow
-        self.captured: Captured = flow.captured
-        self.reduction = reduction
-        self.batched = next(spec.name for spec in structure.tensors if spec.batched)
-        self.place = self._placement(segments)
-        self.pieces = self._pieces(segments)
-        self._check_recompute_repeats()
-        self._check_no_value_changes_later()
-
-    def sequence(self, example_batch: Any) -> LayerSequence:
-        layers, texts = self._layers()
-        state, buffer_state = state_specs(layers, self.captured.tensors)
-        boundaries = self._boundaries()
-        specs = [*state.values(), *buffer_state.values()]
-        return LayerSequence(
-            model=self.model,
-            layers=layers,
-            boundaries=boundaries,
-            batch=batch_specs(self.structure),
-            state=state,
-            buffer_state=buffer_state,
-            tensors={spec.name: self.captured.tensors[spec.name] for spec in specs},
-            flatten_batch=self._flatten,
-            example_sizes={"batch": self.structure.num_samples},
-            loss_weight=weigh(self.flow, self.reduction, self.batched),
-            loss_reduction=self.reduction.kind,
-            couples_samples=self._coupling(),
-            buffer_decay=self._decay(),
-            random_ops=tuple(self.flow.batch_dim(node) for node in self.flow.random),
-            fingerprint=digest("\n\n".join([*texts, *map(repr, specs)])),
-            example_batch=example_batch,
-        )
-
-    # -- pieces ---------------------------------------------------------------------------------------------------
-
-    def _placement(self, segments: Sequence[Segment]) -> dict[fx.Node, int]:
-        """Layer of every trunk node; the parts of a list of tensors stay where the list is made."""
-        place: dict[fx.Node, int] = {}
-        for layer, segment in enumerate(segments):
-            for node in self.flow.trunk[segment.start : segment.stop]:
-                whole = node.args[0] if op_name(node) == "getitem" else None
-                place[node] = place.get(whole, layer) if isinstance(whole, fx.Node) else layer
-        return place
-
-    def _pieces(self, segments: Sequence[Segment]) -> list[_Piece]:
-        trunks: list[list[fx.Node]] = [[] for _ in segments]
-        for node, layer in self.place.items():
-            trunks[layer].append(node)
-        regions = [gather(self.flow, trunk) for trunk in trunks]
-        wanted = {value for region in regions for value in region.inputs} | {self.captured.loss}
-        return [
-            _Piece(segment, tuple(trunk), region, tuple(node for node in trunk if node in wanted))
-            for segment, trunk, region in zip(segments, trunks, regions, strict=True)
-        ]
-
-    def _check_recompute_repeats(self) -> None:
-        for piece in self.pieces:
-            name = next((self.flow.stale[node] for node in piece.outputs if node in self.flow.stale), None)
-            if name is not None:
-                raise DecomposeError(
-                    f"the output of {piece.segment.name} depends on buffer {name}, which the forward pass itself "
-                    "updates: backward recomputes the forward pass and would see the updated value; keep that state "
-                    "outside the model, or compute the loss without it"
-                )
-
-    def _check_no_value_changes_later(self) -> None:
-        """A value that one layer writes in place and a later one reads must come from the one that wrote it."""
-        writers = [(node, layer) for node, layer in self.place.items() if self.flow.writes[node]]
-        for layer, piece in enumerate(self.pieces):
-            for value in piece.region.inputs:
-                for writer, between in writers:
-                    if self.place[value] < between < layer and self.flow.writes[writer] & self.flow.roots[value]:
-                        raise DecomposeError(
-                            f"in-place op {describe(writer)} changes a value of an earlier layer that a later one "
-                            f"reads too ({describe(value)}): make it out of place (inplace=False), or move the cut "
-                            "with cut=[...]"
-                        )
-
-    # -- layers ---------------------------------------------------------------------------------------------------
-
-    def _layers(self) -> tuple[tuple[Layer, ...], list[str]]:
-        kinds: dict[str, tuple[int, GraphFunction]] = {}
-        layers, texts = [], []
-        ordinals = {node: ordinal for ordinal, node in enumerate(self.flow.random)}
-        guards = self.reduction.guards(self.flow)
-        for piece in self.pieces:
-            random = [ordinals[node] for node in piece.trunk if node in ordinals] or [0]
-            extracted = extract(self.flow, piece.region, piece.outputs, random[0], guards)
-            text = extracted.function.text
-            kind, function = kinds.setdefault(text, (len(kinds), extracted.function))
-            texts.append(text)
-            layers.append(
-                Layer(
-                    name=piece.segment.name,
-                    kind=kind,
-                    parameters=piece.region.parameters,
-                    buffers=piece.region.buffers,
-                    updated_buffers=self._updated_by(piece),
-                    inputs=tuple(node.name for node in piece.region.inputs),
-                    batch_inputs=piece.region.batch,
-                    outputs=tuple(node.name for node in piece.outputs),
-                    function=function,
-                    first_random_op=random[0],
-                    num_random_ops=random[-1] - random[0] + 1 if extracted.random else 0,
-                )
-            )
-        return tuple(layers), texts
-
-    def _updated_by(self, piece: _Piece) -> tuple[str, ...]:
-        written = frozenset().union(*(self.flow.writes[node] for node in piece.trunk), ())
-        names = {self.captured.sources[root].name for root in written if root in self.captured.sources}
-        return tuple(name for name in piece.region.buffers if name in names)
-
-    def _boundaries(self) -> tuple[tuple[TensorSpec, ...], ...]:
-        last = {value: layer for layer, piece in enumerate(self.pieces) for value in piece.region.inputs}
-        last[self.captured.loss] = len(self.pieces)
-        specs = {value: self._value_spec(value) for value in last}
-        ordered = sorted(last, key=self.flow.index.__getitem__)
-        return tuple(
-            tuple(specs[value] for value in ordered if self.place[value] < boundary <= last[value])
-            for boundary in range(len(self.pieces) + 1)
-        )
-
-    def _value_spec(self, node: fx.Node) -> TensorSpec:
-        tensor = node.meta["val"]
-        dim, factor = self.flow.batch_dim(node)
-        shape = tuple(factor if position == dim else int(length) for position, length in enumerate(tensor.shape))
-        return TensorSpec(
-            name=node.name,
-            shape=shape,
-            dtype=dtype_name(tensor.dtype),
-            item_bytes=tensor.dtype.itemsize,
-            batch_dim=dim,
-            requires_grad=node in self.flow.differentiable,
-        )
-
-    # -- batches, and what samples and microbatches share -----------------------------------------------------------
-
-    def _flatten(self, batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        tensors, sizes = self.structure.flatten(batch)
-        low, high = self.captured.min_samples, self.captured.max_samples
-        if sizes["batch"] < low or (high is not None and sizes["batch"] > high):
-            limit = f"{low} or more" if high is None else f"{low} to {high}"
-            raise DecomposeError(
-                f"the batch has {sizes['batch']} samples, but the model itself works for {limit}: give it as many"
-            )
-        return tensors, sizes
-
-    def _coupling(self) -> tuple[str, ...]:
-        """Layers with batch statistics, or with tensors that pair samples with samples."""
-        return tuple(
-            piece.segment.name
-            for piece in self.pieces
-            if any(is_batch_norm(n) or self._pairs_samples(n) for n in piece.trunk)
-        )
-
-    def _pairs_samples(self, node: fx.Node) -> bool:
-        value = node.meta["val"]
-        factors = [size_factor(n, self.captured.symbol) for n in value.shape] if isinstance(value, torch.Tensor) else []
-        return sum(factor is not None and factor[0] != 0 for factor in factors) > 1
-
-    def _decay(self) -> Mapping[str, float | None]:
-        decay: dict[str, float | None] = {}
-        for node in self.flow.trunk:
-            for root in self.flow.writes[node]:
-                source = self.captured.sources.get(root)
-                if source is not None and source.role == "buffer":
-                    factor, before = _decay_of(node), decay.get(source.name, 1.0)
-                    decay[source.name] = None if factor is None or before is None else factor * before
-        return decay
-
-
-def _decay_of(node: fx.Node) -> float | None:
-    """The factor d where a write maps buffer b to d * b + something that does not depend on b."""
-    if is_batch_norm(node):
-        return 1.0 - float(argument(node, 6, "momentum"))
-    added = op_name(node).startswith("aten.add_.") and not isinstance(argument(node, 1, "other"), fx.Node)
-    return 1.0 if added else None

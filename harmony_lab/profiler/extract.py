@@ -12,10 +12,25 @@ from torch._ops import HigherOrderOperator
 from harmony_lab.errors import DecomposeError
 from harmony_lab.layers import LayerCall
 from harmony_lab.profiler.capture import Source
-from harmony_lab.profiler.graph import DataFlow, describe, op_name, size_factor
+from harmony_lab.profiler.graph import DataFlow
+from harmony_lab.profiler.layer_ops import (
+    count_targets,
+    device_of,
+    samples_apart,
+    samples_together,
+    share_of_mean,
+    share_of_sum,
+    size_of,
+    zero_without_targets,
+)
+from harmony_lab.profiler.loss import LossReduction
+from harmony_lab.profiler.nodes import describe, is_batch_norm, op_name, size_factor
 from harmony_lab.profiler.random_nodes import stand_in
 
-__all__ = ["Extracted", "GraphFunction", "Region", "digest", "extract", "gather", "whole_graph"]
+__all__ = ["TOTALS", "Extracted", "GraphFunction", "LossEdits", "Region", "digest", "extract", "gather", "whole_graph"]
+
+TOTALS = "totals of the loss"
+"""Name of the batch entry that layers with a loss of several terms read: see ``layer_ops.share_of_mean``."""
 
 
 class GraphFunction:
@@ -34,20 +49,6 @@ class GraphFunction:
         call: LayerCall,
     ) -> tuple[Any, ...]:
         return self.module.forward(*parameters, *buffers, *inputs, *batch, call)  # type: ignore[no-any-return]
-
-
-def device_of(call: LayerCall) -> Any:
-    return call.device
-
-
-def size_of(call: LayerCall, factor: int, offset: int) -> int:
-    """A size that is factor * samples + offset."""
-    return call.sizes["batch"] * factor + offset
-
-
-def zero_without_targets(loss: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
-    """The mean loss, 0 instead of 0 / 0 for a microbatch in which every target is ignored."""
-    return torch.where((targets != ignored).any(), loss, torch.zeros_like(loss))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,24 @@ def _names(sources: Mapping[fx.Node, Source], read: Iterable[fx.Node], role: str
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossEdits:
+    """What is done to losses.  ``guards``: (targets, ignored value) of losses that are 0 where no target counts.
+    ``terms``: number, from 1, and reduction of the nodes that are scaled to their share of the minibatch.
+    """
+
+    guards: Mapping[fx.Node, tuple[fx.Node, int]]
+    terms: Mapping[fx.Node, tuple[int, LossReduction]]
+
+    @classmethod
+    def of(cls, flow: DataFlow, reduction: LossReduction) -> "LossEdits":
+        numbered = {term.node: (number, term.reduction) for number, term in enumerate(reduction.terms, 1)}
+        return cls(guards=reduction.guards(flow), terms=numbered)
+
+
+_NO_EDITS = LossEdits(guards={}, terms={})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Extracted:
     """A layer's graph.  ``random`` are its random nodes in order."""
 
@@ -104,33 +123,38 @@ def extract(
     flow: DataFlow,
     region: Region,
     outputs: Sequence[fx.Node],
-    first_random: int,
-    guards: Mapping[fx.Node, tuple[fx.Node, int]],
+    first_random: int = 0,
+    edits: LossEdits = _NO_EDITS,
 ) -> Extracted:
-    """Build the graph of a region.
-
-    ``first_random``: ordinal of its first random op in the whole model.  ``guards``: (targets, ignored value) of
-    losses that are 0 where no target counts.
-    """
-    return _Builder(flow, region, guards).build(outputs, first_random)
+    """Build the graph of a region.  ``first_random``: ordinal of its first random op in the whole model."""
+    return _Builder(flow, region, edits).build(outputs, first_random)
 
 
 def whole_graph(flow: DataFlow, wanted: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...], GraphFunction]:
     """(names of buffers, names of batch tensors, function) that computes one cheap node from the batch alone."""
     region = gather(flow, (), (wanted,))
     assert not region.inputs, "a cheap node depends on no trunk node"
-    return region.buffers, region.batch, extract(flow, region, (wanted,), 0, {}).function
+    return region.buffers, region.batch, extract(flow, region, (wanted,)).function
+
+
+def _batch_norm(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Refuses one value per channel, which has no variance, as the module does; a graph has lost that check."""
+    if x.numel() == x.shape[1]:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+    normed: torch.Tensor = torch.ops.aten.batch_norm.default(x, *args)
+    return normed
 
 
 class _Builder:
     """Copies a region's nodes into a new graph and writes its canonical text along the way."""
 
-    def __init__(self, flow: DataFlow, region: Region, guards: Mapping[fx.Node, tuple[fx.Node, int]]) -> None:
+    def __init__(self, flow: DataFlow, region: Region, edits: LossEdits) -> None:
         self.flow = flow
         self.region = region
-        self.guards = guards
+        self.edits = edits
         self.graph = fx.Graph()
         self.root = nn.Module()
+        self.lifted: dict[Source, fx.Node] = {}
         self.copies: dict[fx.Node, fx.Node] = {}
         self.device: fx.Node | None = None
         self.ordinals = {node: ordinal for ordinal, node in enumerate(flow.random)}
@@ -140,7 +164,7 @@ class _Builder:
         self._placeholders()
         for node in self.region.nodes:
             self.copies[node] = self._copy(node, first_random)
-        results = self.graph.output(tuple(self.copies[node] for node in outputs))
+        results = self.graph.output(tuple(self._laid_out(samples_together, node) for node in outputs))
         self.graph.lint()
         text = self._text(results)
         module = fx.GraphModule(self.root, self.graph, class_name="Layer")
@@ -148,7 +172,7 @@ class _Builder:
 
     def _placeholders(self) -> None:
         captured, region = self.flow.captured, self.region
-        lifted: dict[Source, fx.Node] = {}
+        lifted = self.lifted
         for role, names in (("parameter", region.parameters), ("buffer", region.buffers)):
             for name in names:
                 lifted[Source(role, name)] = self.graph.placeholder(f"{role}_{len(lifted)}")
@@ -163,7 +187,16 @@ class _Builder:
                 lifted[source].meta.update(val=node.meta["val"], grad=node in self.flow.differentiable)
         for value in region.inputs:
             self.copies[value].meta.update(val=value.meta["val"], grad=value in self.flow.differentiable)
+        for value in region.inputs:
+            self.copies[value] = self._laid_out(samples_apart, value)
         self._protect_what_is_written()
+
+    def _laid_out(self, function: Any, value: fx.Node) -> fx.Node:
+        """What crosses to another layer has the samples one after the other."""
+        place = self.flow.located.get(value)
+        if place is None or place.blocks == 1:
+            return self.copies[value]
+        return self.graph.call_function(function, (self.copies[value], self.call, place.dim, place.blocks))
 
     def _protect_what_is_written(self) -> None:
         """In-place ops on what the layer was given work on a copy: recompute needs it as it was."""
@@ -199,11 +232,27 @@ class _Builder:
             args = (self.call, op, self.flow.batch_dim(node), *self._mapped(args))
             return self.graph.call_function(function, args, self._mapped(kwargs))
         assert node.op == "call_function", f"unexpected {node.op} in a captured graph"
-        copy = self.graph.call_function(node.target, self._mapped(node.args), self._mapped(node.kwargs))  # type: ignore[arg-type]
-        if node in self.guards:
-            targets, ignored = self.guards[node]
+        target = _batch_norm if is_batch_norm(node) else node.target
+        copy = self.graph.call_function(target, self._mapped(node.args), self._mapped(node.kwargs))  # type: ignore[arg-type]
+        if node in self.edits.guards:
+            targets, ignored = self.edits.guards[node]
             copy = self.graph.call_function(zero_without_targets, (copy, self.copies[targets], ignored))
-        return copy
+        return self._scaled(copy, *self.edits.terms[node]) if node in self.edits.terms else copy
+
+    def _scaled(self, loss: fx.Node, number: int, reduction: LossReduction) -> fx.Node:
+        """A term of the loss, as its share of the minibatch."""
+        totals = self.lifted[Source("batch", TOTALS)]
+        if reduction.kind == "sum":
+            return self.graph.call_function(share_of_sum, (loss, self.call, totals))
+        if reduction.targets is not None:
+            weight = self.copies[reduction.class_weight] if reduction.class_weight is not None else None
+            targets = (self.copies[reduction.targets], reduction.ignore, weight)
+            count = self.graph.call_function(count_targets, targets)
+        elif reduction.count is not None:
+            count = self.copies[reduction.count]
+        else:
+            return loss
+        return self.graph.call_function(share_of_mean, (loss, self.call, totals, number, count))
 
     def _region(self, node: fx.Node) -> fx.Node:
         """A nested graph (torch.no_grad, autocast, control flow) comes along under a name of this layer."""
@@ -234,8 +283,7 @@ class _Builder:
         for node in self.graph.nodes:
             names[node] = f"%{len(names)}"
             if node.op == "placeholder":
-                spec = node.meta.get("val")
-                what = "call" if spec is None else f"{node.name} {self._tensor_text(node)}"
+                what = f"{node.name} {self._tensor_text(node)}" if "val" in node.meta else node.name
             elif node.op == "get_attr":
                 what = getattr(self.root, str(node.target)).print_readable(print_output=False)
             else:

@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from harmony_lab.errors import DecomposeError
 from harmony_lab.profiler.capture import Captured
+from harmony_lab.profiler.nodes import argument, describe, is_batch_norm, op_name, size_factor
+from harmony_lab.profiler.randomness import BatchDim
+from harmony_lab.profiler.samples import Located, batch_dim, locate
 
-__all__ = ["DataFlow", "analyze", "argument", "describe", "is_batch_norm", "module_path", "op_name", "size_factor"]
+__all__ = ["DataFlow", "analyze"]
 
 _ASSERTIONS = ("_assert", "sym_constrain_range")
 # Ops that write running statistics without saying so in their schema: position of the flag and of what is written.
@@ -32,9 +36,10 @@ class DataFlow:
 
     ``index``: position.  ``roots``: the nodes whose storage a node's tensors may share.  ``needs``: nodes that must
     have run before it: its arguments and whatever wrote to them earlier.  ``writes``: the roots it writes to.
-    ``trunk``: live trunk nodes in order.  ``random``: every random node in order, live or not.
-    ``updated``: names of buffers that are written.  ``differentiable``: nodes a gradient flows through.
-    ``stale``: nodes that depend on an updated buffer, and its name.
+    ``live``: nodes that the loss or an update of a buffer needs, in order.  ``trunk``: live trunk nodes in order.
+    ``random``: every random node in order, live or not.  ``updated``: names of buffers that are written.
+    ``differentiable``: nodes a gradient flows through.  ``stale``: nodes that depend on an updated buffer, and its
+    name.  ``located``: where the samples are.
     """
 
     captured: Captured
@@ -42,83 +47,17 @@ class DataFlow:
     roots: Mapping[fx.Node, frozenset[fx.Node]]
     needs: Mapping[fx.Node, tuple[fx.Node, ...]]
     writes: Mapping[fx.Node, frozenset[fx.Node]]
+    live: tuple[fx.Node, ...]
     trunk: tuple[fx.Node, ...]
     random: tuple[fx.Node, ...]
     updated: frozenset[str]
     differentiable: frozenset[fx.Node]
     stale: Mapping[fx.Node, str]
+    located: Located
 
-    def batch_dim(self, node: fx.Node) -> tuple[int | None, int]:
-        """(dimension that grows with the number of samples, rows per sample) of a node's tensor; (None, 1) without one.
-
-        Raises ``DecomposeError`` where the shape is no such function of the number of samples.
-        """
-        return batch_dim(node, self.captured.symbol)
-
-
-def op_name(node: fx.Node) -> str:
-    """``aten.relu_.default``, or a Python function's name."""
-    if isinstance(node.target, OpOverload | HigherOrderOperator):
-        return str(node.target)
-    return getattr(node.target, "__name__", "")
-
-
-def module_path(node: fx.Node) -> list[str]:
-    """Modules the node ran in, outermost first, named as in the user's model; later calls of one module end in @n."""
-    path = []
-    for key, (name, _) in node.meta.get("nn_module_stack", {}).items():
-        if name.startswith("model."):
-            call = "@" + key.rsplit("@", 1)[1] if "@" in key else ""
-            path.append(name.removeprefix("model.") + call)
-    return path
-
-
-def describe(node: fx.Node) -> str:
-    """The op, its module and the user's line, for errors."""
-    path = module_path(node)
-    text = op_name(node) + (f" in module {path[-1]}" if path else "")
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    return text + (f" ({trace[-2].rstrip(',')}: {trace[-1]})" if len(trace) >= 2 else "")
-
-
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """A call's argument, given by position or name or left at its default."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-def is_batch_norm(node: fx.Node) -> bool:
-    """A batch norm that uses the microbatch's statistics, so that samples influence each other."""
-    return op_name(node).startswith("aten.batch_norm") and bool(argument(node, 5, "training", False))
-
-
-def size_factor(value: Any, symbol: Any) -> tuple[int, int] | None:
-    """(a, b) where a size is a * samples + b."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return 0, value
-    if not isinstance(value, torch.SymInt) or value.node.expr.free_symbols - {symbol}:
-        return None
-    at = {samples: int(value.node.expr.subs(symbol, samples)) for samples in (2, 3, 5, 64)}
-    slope = at[3] - at[2]
-    offset = at[2] - 2 * slope
-    return (slope, offset) if all(at[n] == slope * n + offset for n in at) else None
-
-
-def batch_dim(node: fx.Node, symbol: Any) -> tuple[int | None, int]:
-    found: tuple[int | None, int] = (None, 1)
-    for dim, length in enumerate(node.meta["val"].shape):
-        factor = size_factor(length, symbol)
-        if factor is None or (factor[0] != 0 and (factor[1] != 0 or factor[0] < 0 or found[0] is not None)):
-            shape = tuple(str(length) for length in node.meta["val"].shape)
-            raise DecomposeError(
-                f"the tensor of {describe(node)} has shape {shape}, which is not one dimension that grows with the "
-                f"number of samples ({symbol}); pass cut=[...] with names of modules between which only ordinary "
-                "activations flow"
-            )
-        if factor[0] != 0:
-            found = (dim, factor[0])
-    return found
+    def batch_dim(self, node: fx.Node) -> BatchDim:
+        """Raises ``DecomposeError`` where the samples lie in the node's tensor in no known way."""
+        return batch_dim(node, self.located, self.captured.symbol)
 
 
 def analyze(captured: Captured, is_random: Any) -> DataFlow:
@@ -132,11 +71,11 @@ def analyze(captured: Captured, is_random: Any) -> DataFlow:
     random = tuple(node for node in nodes if is_random(node))
     tainted = _depends_on_state(nodes, roots, writes, needs, set(random), captured, updated)
     live = _live(nodes, needs, writes, captured)
+    _refuse_sizes_from_data(live)
     trunk = tuple(
         node
-        for node in nodes
-        if node in live
-        and node.op == "call_function"
+        for node in live
+        if node.op == "call_function"
         and _is_tensor(node)
         and (node in tainted or _writes_buffer(writes[node], captured))
     )
@@ -150,11 +89,13 @@ def analyze(captured: Captured, is_random: Any) -> DataFlow:
         roots=roots,
         needs=needs,
         writes=writes,
+        live=live,
         trunk=trunk,
         random=random,
         updated=updated,
         differentiable=_differentiable(nodes, roots, writes, needs, captured),
         stale=_stale_on_recompute(nodes, needs, captured, updated),
+        located=locate(nodes, captured.symbol),
     )
 
 
@@ -214,6 +155,8 @@ def _matched(node: fx.Node) -> Iterable[tuple[fx.Node, Any]]:
 
 
 def _written(node: fx.Node, roots: Mapping[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
+    if isinstance(node.target, HigherOrderOperator):
+        return _written_in_regions(node, roots)
     if not isinstance(node.target, OpOverload):
         return set()
     written: set[fx.Node] = set()
@@ -231,6 +174,33 @@ def _written(node: fx.Node, roots: Mapping[fx.Node, frozenset[fx.Node]]) -> set[
 
 def _writes_buffer(written: frozenset[fx.Node], captured: Captured) -> bool:
     return any(root in captured.sources and captured.sources[root].role == "buffer" for root in written)
+
+
+def _written_in_regions(node: fx.Node, roots: Mapping[fx.Node, frozenset[fx.Node]]) -> set[fx.Node]:
+    """What the regions of a higher-order op (``torch.no_grad()``, a branch) write of the values they are given."""
+    given = [
+        value for argument in node.args for value in (argument if isinstance(argument, list | tuple) else (argument,))
+    ]
+    written: set[fx.Node] = set()
+    for value in given:
+        if not (isinstance(value, fx.Node) and value.op == "get_attr" and value.graph.owning_module is not None):
+            continue
+        region = getattr(value.graph.owning_module, str(value.target), None)
+        if not isinstance(region, fx.GraphModule):
+            continue
+        inner: dict[fx.Node, frozenset[fx.Node]] = {}
+        writes: set[fx.Node] = set()
+        for inside in region.graph.nodes:
+            shared = (
+                [argument for argument in _aliased(inside) if argument in inner] if inside.op != "placeholder" else []
+            )
+            inner[inside] = frozenset().union(*(inner[argument] for argument in shared)) or frozenset({inside})
+            writes |= _written(inside, inner)
+        parameters = [inside for inside in region.graph.nodes if inside.op == "placeholder"]
+        for parameter, operand in zip(parameters, given[len(given) - len(parameters) :], strict=True):
+            if parameter in writes and isinstance(operand, fx.Node):
+                written |= roots[operand]
+    return written
 
 
 def _updated_buffers(
@@ -262,8 +232,8 @@ def _needs(
     needs: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in nodes:
         wanted = dict.fromkeys(_arguments(node, captured))
-        for argument in list(wanted):
-            for root in roots[argument]:
+        for read in list(wanted):
+            for root in roots[read]:
                 wanted.update(dict.fromkeys(writers.get(root, ())))
         needs[node] = tuple(wanted)
         for root in writes[node]:
@@ -310,8 +280,8 @@ def _live(
     needs: Mapping[fx.Node, tuple[fx.Node, ...]],
     writes: Mapping[fx.Node, frozenset[fx.Node]],
     captured: Captured,
-) -> set[fx.Node]:
-    """What the loss or an update of a buffer needs."""
+) -> tuple[fx.Node, ...]:
+    """What the loss or an update of a buffer needs, in order."""
     pending = [captured.loss, *(node for node in nodes if _writes_buffer(writes[node], captured))]
     live: set[fx.Node] = set()
     while pending:
@@ -319,7 +289,20 @@ def _live(
         if node not in live:
             live.add(node)
             pending += needs[node]
-    return live
+    return tuple(node for node in nodes if node in live)
+
+
+def _refuse_sizes_from_data(live: Iterable[fx.Node]) -> None:
+    """Sizes that follow from values, not from shapes: nothing can be planned for them."""
+    for node in live:
+        value = node.meta.get("val")
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        if any(isinstance(length, torch.SymInt) and free_unbacked_symbols(length) for length in shape):
+            raise DecomposeError(
+                f"the size of what {describe(node)} returns depends on the data, so its memory cannot be planned: use "
+                "an op whose result has a fixed size, such as a mask (torch.where, ignore_index for a loss), or topk "
+                "with a fixed number of tokens per expert"
+            )
 
 
 def _differentiable(
@@ -330,6 +313,10 @@ def _differentiable(
     captured: Captured,
 ) -> frozenset[fx.Node]:
     """Nodes through which a gradient flows to a trainable parameter."""
+    sharing: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        for root in roots[node]:
+            sharing.setdefault(root, []).append(node)
     found: set[fx.Node] = set()
     for node in nodes:
         source = captured.sources.get(node)
@@ -341,7 +328,7 @@ def _differentiable(
         elif any(need in found for need in needs[node]) and _holds_floats(node):
             found.add(node)
             for root in writes[node]:
-                found.update(other for other in nodes if root in roots[other] and _holds_floats(other))
+                found.update(other for other in sharing[root] if _holds_floats(other))
     return frozenset(found)
 
 

@@ -2,21 +2,21 @@
 
 A mean over samples, or over targets that are not ignored, is a weighted mean of the microbatches' means; a sum is a
 sum. The reduction is read off the graph, from the loss upwards, through scaling by constants and sums of losses alike.
+A sum of terms that count different things (two classifications, each with labels of its own to ignore) has no single
+weight: then each term is scaled in its layer to its share of the minibatch.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from harmony_lab.errors import DecomposeError
-from harmony_lab.layers import LayerCall
-from harmony_lab.profiler.extract import whole_graph
-from harmony_lab.profiler.graph import DataFlow, argument, describe, op_name, size_factor
+from harmony_lab.profiler.graph import DataFlow
+from harmony_lab.profiler.nodes import argument, describe, op_family, size_factor
 
-__all__ = ["LossReduction", "count_samples", "reduction_of", "weigh"]
+__all__ = ["LossReduction", "LossTerm", "not_recognised", "reduction_of"]
 
 _MEAN, _SUM = 1, 2  # torch's enum of reductions
 _PASS = ("view", "reshape", "to", "_to_copy", "alias", "clone", "contiguous", "squeeze", "neg")
@@ -41,185 +41,187 @@ _REDUCED_LOSSES = {
 
 @dataclass(frozen=True, slots=True)
 class LossReduction:
-    """``kind`` "mean" or "sum"; a mean counts samples, or targets that are not ``ignore``, or the node ``count``."""
+    """``kind`` "mean" or "sum"; a mean counts samples, or targets that are not ``ignore``, or the node ``count``.
+
+    ``terms``: of a sum of terms that count different things; then the whole, its terms scaled, is a mean over samples.
+    ``tail``: the nodes from the loss up to those that reduce the samples.
+    """
 
     kind: str
     targets: fx.Node | None = None
     ignore: int = -100
     class_weight: fx.Node | None = None
     count: fx.Node | None = None
+    terms: tuple["LossTerm", ...] = ()
+    tail: frozenset[fx.Node] = frozenset()
 
     def guards(self, flow: DataFlow) -> dict[fx.Node, tuple[fx.Node, int]]:
-        """Mean losses whose targets may all be ignored in a microbatch, which then counts 0 and must be 0, not 0 /
-        0.
-        """
-        if self.targets is None:
-            return {}
-        losses = [
-            node
-            for node in flow.trunk
-            if _family(node) in _TARGET_LOSSES and argument(node, 1, "target") is self.targets
-        ]
-        return dict.fromkeys(losses, (self.targets, self.ignore))
+        """Mean losses whose targets may all be ignored in a microbatch: that counts 0 and must be 0, not 0 / 0."""
+        found: dict[fx.Node, tuple[fx.Node, int]] = {}
+        for reduction in (self, *(term.reduction for term in self.terms)):
+            if reduction.targets is not None:
+                for node in flow.trunk:
+                    if op_family(node) in _TARGET_LOSSES and argument(node, 1, "target") is reduction.targets:
+                        found[node] = (reduction.targets, reduction.ignore)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """A node that is a mean or a sum over the microbatch."""
+
+    node: fx.Node
+    reduction: LossReduction
 
 
 _SAMPLES = LossReduction("mean")
 _TOTAL = LossReduction("sum")
 
 
-def count_samples(batched: str) -> Callable[[Mapping[str, Any]], float]:
-    """Weight of a microbatch: its number of samples, read off the batch tensor of that name."""
-    return lambda batch: float(batch[batched].shape[0])
-
-
 def reduction_of(flow: DataFlow) -> LossReduction:
     """The loss's reduction; raises ``DecomposeError`` where it is not recognised."""
-    return _follow(flow, flow.captured.loss)
+    reader = _Reader(flow)
+    terms = reader.terms(flow.captured.loss)
+    alike = {term.reduction for term in terms}
+    reduction = alike.pop() if len(alike) == 1 else LossReduction("mean", terms=tuple(terms))
+    return replace(reduction, tail=frozenset(reader.seen))
 
 
-def _family(node: fx.Node) -> str:
-    return op_name(node).removeprefix("aten.").split(".")[0].rstrip("_")
+class _Reader:
+    """Follows a graph from its loss upwards; ``seen`` are the nodes on the way."""
+
+    def __init__(self, flow: DataFlow) -> None:
+        self.flow = flow
+        self.seen: set[fx.Node] = set()
+
+    def terms(self, node: fx.Node) -> list[LossTerm]:
+        """What the loss is a linear combination of, with constant factors."""
+        self.seen.add(node)
+        name = op_family(node)
+        operands = [
+            value
+            for value in node.args
+            if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+        ]
+        reduction = self._reduced(node, name, operands)
+        if reduction is not None:
+            return [LossTerm(node, reduction)]
+        if name == "div" and _shape(node) == ():
+            return self._quotient(node)
+        if name == "mul" and operands:
+            factors = [operand for operand in operands if operand not in self.flow.trunk]
+            scaled = [operand for operand in operands if operand in self.flow.trunk]
+            if len(scaled) == 1 and all(self._is_constant(factor) for factor in factors):
+                return self.terms(scaled[0])
+        if name in ("add", "sub") and operands and all(operand in self.flow.trunk for operand in operands):
+            found = [term for operand in operands for term in self.terms(operand)]
+            plain = [value for value in node.args[:2] if not isinstance(value, fx.Node)]
+            if all(value == 0 or all(term.reduction.kind == "mean" for term in found) for value in plain):
+                return found
+        if name in _PASS and operands:
+            return self.terms(operands[0])
+        if name in ("sum", "mean") and op_family(operands[0]) == "stack" and _shape(node) == ():
+            self.seen.add(operands[0])
+            parts: Any = operands[0].args[0]
+            return [term for part in parts for term in self.terms(part)]
+        raise not_recognised(node)
+
+    def _reduced(self, node: fx.Node, name: str, operands: list[fx.Node]) -> LossReduction | None:
+        if name in _TARGET_LOSSES:
+            return _of_targets(node)
+        if name in _REDUCED_LOSSES:
+            reduction = argument(node, _REDUCED_LOSSES[name], "reduction", _MEAN)
+            return {_MEAN: _SAMPLES, _SUM: _TOTAL}.get(reduction)
+        if name in ("mean", "sum") and self._over_samples(operands[0], node):
+            return _SAMPLES if name == "mean" else _TOTAL
+        return None
+
+    def _over_samples(self, before: fx.Node, after: fx.Node) -> bool:
+        """Whether a reduction takes the batch dimension, evenly, to nothing."""
+        factors = [size_factor(length, self.flow.captured.symbol) for length in _shape(before)]
+        return (
+            _shape(after) == ()
+            and sum(factor is not None and factor[0] > 0 for factor in factors) == 1
+            and None not in factors
+        )
+
+    def _quotient(self, node: fx.Node) -> list[LossTerm]:
+        """A loss over a constant; a sum over the number of samples; a sum over a count, such as ``mask.sum()``."""
+        numerator, denominator = node.args[0], node.args[1]
+        assert isinstance(numerator, fx.Node)
+        inner = self.terms(numerator)
+        if not isinstance(denominator, fx.Node):
+            return inner
+        totals = all(term.reduction == _TOTAL for term in inner)
+        size = size_factor(denominator.meta.get("val"), self.flow.captured.symbol)
+        if size is not None:
+            if totals and size[0] != 0 and size[1] == 0:
+                return [LossTerm(node, _SAMPLES)]
+        elif self._is_constant(denominator):
+            return inner
+        elif totals and denominator not in self.flow.trunk:
+            self.seen |= _with_clamps(denominator)
+            return [LossTerm(node, LossReduction("mean", count=_unclamped(denominator)))]
+        raise not_recognised(node)
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        """Whether a tensor is the same for every microbatch: made of constants and buffers only."""
+        seen, pending = set(), [node]
+        while pending:
+            current = pending.pop()
+            if current not in seen:
+                seen.add(current)
+                source = self.flow.captured.sources.get(current)
+                size = size_factor(current.meta.get("val"), self.flow.captured.symbol)
+                if (source is not None and source.role != "buffer") or (size is not None and size[0] != 0):
+                    return False
+                pending += self.flow.needs[current]
+        return True
 
 
-def _follow(flow: DataFlow, node: fx.Node) -> LossReduction:
-    name = _family(node)
-    operands = [
-        value for value in node.args if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
-    ]
-    if name in _TARGET_LOSSES:
-        return _of_targets(flow, node)
-    if name in _REDUCED_LOSSES:
-        reduction = argument(node, _REDUCED_LOSSES[name], "reduction", _MEAN)
-        if reduction != 0:
-            return _SAMPLES if reduction == _MEAN else _TOTAL
-    elif name == "mean" and _over_samples(flow, operands[0], node):
-        return _SAMPLES
-    elif name == "sum" and _over_samples(flow, operands[0], node):
-        return _TOTAL
-    elif name == "div" and _shape(node) == ():
-        return _of_quotient(flow, node)
-    elif name in ("mul", "add", "sub") and operands:
-        found = {_follow(flow, operand) for operand in operands if operand in flow.trunk}
-        if len(found) == 1 and (name == "mul") <= (len([o for o in operands if o in flow.trunk]) == 1):
-            constants = [operand for operand in operands if operand not in flow.trunk]
-            if name == "mul" and all(_is_constant(flow, constant) for constant in constants):
-                return found.pop()
-            if name != "mul" and not constants and len(operands) == len(node.args[:2]):
-                return found.pop()
-    elif name in _PASS and operands:
-        return _follow(flow, operands[0])
-    raise _not_recognised(node)
-
-
-def _shape(node: fx.Node) -> tuple[Any, ...]:
+def _shape(node: fx.Node) -> tuple[object, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def _over_samples(flow: DataFlow, before: fx.Node, after: fx.Node) -> bool:
-    """Whether a reduction takes the batch dimension, evenly, to nothing."""
-    factors = [size_factor(length, flow.captured.symbol) for length in _shape(before)]
-    return (
-        _shape(after) == ()
-        and sum(factor is not None and factor[0] > 0 for factor in factors) == 1
-        and None not in factors
-    )
-
-
-def _is_constant(flow: DataFlow, node: fx.Node) -> bool:
-    """Whether a tensor is the same for every microbatch: made of constants and buffers only."""
-    seen, pending = set(), [node]
-    while pending:
-        current = pending.pop()
-        if current not in seen:
-            seen.add(current)
-            source = flow.captured.sources.get(current)
-            size = size_factor(current.meta.get("val"), flow.captured.symbol)
-            if (source is not None and source.role != "buffer") or (size is not None and size[0] != 0):
-                return False
-            pending += flow.needs[current]
-    return True
-
-
-def _of_targets(flow: DataFlow, node: fx.Node) -> LossReduction:
+def _of_targets(node: fx.Node) -> LossReduction:
     reduction = argument(node, 3, "reduction", _MEAN)
     if reduction == _SUM:
         return _TOTAL
     targets, weight = argument(node, 1, "target"), argument(node, 2, "weight")
     if reduction != _MEAN:
-        raise _not_recognised(node)
+        raise not_recognised(node)
     if targets.meta["val"].is_floating_point():
         return _SAMPLES  # probabilities: none is ignored
     return LossReduction("mean", targets=targets, ignore=argument(node, 4, "ignore_index", -100), class_weight=weight)
 
 
-def _of_quotient(flow: DataFlow, node: fx.Node) -> LossReduction:
-    """A loss over a constant; a sum over the number of samples; a sum over a count, such as ``mask.sum()``."""
-    numerator, denominator = node.args[0], node.args[1]
-    assert isinstance(numerator, fx.Node)
-    inner = _follow(flow, numerator)
-    if not isinstance(denominator, fx.Node):
-        return inner
-    size = size_factor(denominator.meta.get("val"), flow.captured.symbol)
-    if size is not None:
-        if inner is _TOTAL and size[0] != 0 and size[1] == 0:
-            return _SAMPLES
-    elif _is_constant(flow, denominator):
-        return inner
-    elif inner is _TOTAL and denominator not in flow.trunk:
-        return LossReduction("mean", count=_unclamped(denominator))
-    raise _not_recognised(node)
+_CLAMPS = ("clamp", "clamp_min", "maximum", "to", "_to_copy")
+
+
+def _with_clamps(node: fx.Node) -> set[fx.Node]:
+    """The nodes of a count: itself, what guards the division, and the sum below."""
+    found = {node}
+    while op_family(node) in _CLAMPS:
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+        found.add(node)
+    return found
 
 
 def _unclamped(node: fx.Node) -> fx.Node:
-    """The count itself below a ``clamp(min=1)`` that guards the division."""
-    while _family(node) in ("clamp", "clamp_min", "maximum", "to", "_to_copy"):
+    """The count itself below a ``clamp(min=1)`` that guards the division; any other clamp changes the loss."""
+    while op_family(node) in _CLAMPS:
+        if op_family(node) in ("clamp", "clamp_min", "maximum"):
+            least, most = argument(node, 1, "min"), argument(node, 2, "max")
+            if most is not None or not isinstance(least, int | float) or least > 1:
+                raise not_recognised(node)
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
     return node
 
 
-def _not_recognised(node: fx.Node) -> DecomposeError:
+def not_recognised(node: fx.Node) -> DecomposeError:
     return DecomposeError(
         f"the loss ends in {describe(node)}, from which it does not follow how losses of microbatches combine. "
         'Pass loss_reduction="mean" if the loss is a mean over samples, or loss_reduction="sum" if it is a sum'
     )
-
-
-def weigh(flow: DataFlow, reduction: LossReduction, batched: str) -> Callable[[Mapping[str, Any]], float]:
-    """``weight(batch tensors of one microbatch)``, computed on the host."""
-    if reduction.kind == "sum":
-        return lambda batch: 1.0
-    counted = reduction.targets if reduction.targets is not None else reduction.count
-    if counted is None:
-        return count_samples(batched)
-    nodes = [counted, *([reduction.class_weight] if reduction.class_weight is not None else [])]
-    if any(node in flow.trunk for node in nodes):
-        raise _not_recognised(flow.captured.loss)
-    counted_values = _on_host(flow, counted, batched)
-    if reduction.targets is None:
-        return lambda batch: float(counted_values(batch).sum())
-    if reduction.class_weight is None:
-        return lambda batch: float((counted_values(batch) != reduction.ignore).sum())
-    weights = _on_host(flow, reduction.class_weight, batched)
-
-    def weight(batch: Mapping[str, Any]) -> float:
-        targets = counted_values(batch)
-        return float(weights(batch)[targets[targets != reduction.ignore]].sum())
-
-    return weight
-
-
-def _on_host(flow: DataFlow, node: fx.Node, batched: str) -> Callable[[Mapping[str, Any]], torch.Tensor]:
-    buffer_names, batch_names, function = whole_graph(flow, node)
-    tensors = flow.captured.tensors
-
-    def compute(batch: Mapping[str, Any]) -> torch.Tensor:
-        samples = batch[batched].shape[0]
-        call = LayerCall(samples=(0, samples), sizes={"batch": samples}, seed=0, device=batch[batched].device)
-        with torch.no_grad():
-            result, *_ = function(
-                (), [tensors[name] for name in buffer_names], (), [batch[name] for name in batch_names], call
-            )
-        return result  # type: ignore[no-any-return]
-
-    return compute

@@ -14,7 +14,7 @@ from harmony_lab.errors import DecomposeError
 from harmony_lab.layers import LayerCall
 from harmony_lab.profiler.batch import TensorTree
 from harmony_lab.profiler.capture import loss_of
-from harmony_lab.profiler.extract import zero_without_targets
+from harmony_lab.profiler.layer_ops import zero_without_targets
 from harmony_lab.profiler.randomness import BatchDim, PerSampleRandomness
 
 __all__ = ["Group", "LossCount", "ModulesFunction", "loss_count", "weight_of"]

@@ -120,7 +120,7 @@ def shapes_of(
             )
         specs = []
         for position, (a, b) in enumerate(zip(small.outputs, large.outputs, strict=True)):
-            dim, factor = _batch_dim(tuple(a.shape), tuple(b.shape), f"output {position} of {name}")
+            dim, factor, _ = _batch_dim(tuple(a.shape), tuple(b.shape), f"output {position} of {name}")
             specs.append(
                 TensorSpec(
                     name="loss" if function.loss_fn is not None else f"value_{index}_{position}",
@@ -141,11 +141,11 @@ def _batch_dim(small: tuple[int, ...], large: tuple[int, ...], what: str) -> Bat
     low, high = _PROBE_SAMPLES
     found = [dim for dim, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
     if not found:
-        return None, 1
+        return BatchDim(None, 1)
     factor = large[found[0]] - small[found[0]]
     if len(found) > 1 or small[found[0]] != low * factor or large[found[0]] != high * factor:
         raise DecomposeError(
             f"{what} has shape {small} for {low} samples and {large} for {high}: "
             "exactly one dimension must grow with the samples"
         )
-    return found[0], factor
+    return BatchDim(found[0], factor)

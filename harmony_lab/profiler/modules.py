@@ -3,6 +3,7 @@
 Each layer calls its modules with the parameters and buffers it is given (``torch.func.functional_call``).
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -117,7 +118,9 @@ def _assemble(
         couples_samples=tuple(f.group.name for f in functions if any(_batch_norms(f.group.modules))),
         buffer_decay=_decay(functions, probes[0]),
         random_ops=tuple(op for ops in random_ops for op in ops),
-        fingerprint=digest("\n\n".join([*texts, *map(repr, [*state.values(), *buffer_state.values()])])),
+        fingerprint=digest(
+            "\n\n".join([_numbered("\n\n".join(texts)), *map(repr, [*state.values(), *buffer_state.values()])])
+        ),
         example_batch=example_batch,
     )
 
@@ -185,6 +188,12 @@ def _setting_text(value: Any) -> str:
     if isinstance(value, tuple | list | set | frozenset):
         return f"{type(value).__name__}({', '.join(_setting_text(item) for item in value)})"
     return f"object {id(value)}"  # equal only to itself
+
+
+def _numbered(text: str) -> str:
+    """The same text with objects numbered as they appear, so that it is the same in every process."""
+    numbers: dict[str, int] = {}
+    return re.sub(r"\b(object|loss) (\d+)", lambda m: f"{m[1]} {numbers.setdefault(m[2], len(numbers))}", text)
 
 
 def _batch_norms(modules: Iterable[nn.Module]) -> list[_BatchNorm]:

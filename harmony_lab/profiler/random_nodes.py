@@ -9,7 +9,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from harmony_lab.errors import DecomposeError
 from harmony_lab.profiler import randomness
-from harmony_lab.profiler.graph import argument, describe, op_name
+from harmony_lab.profiler.nodes import argument, describe, op_name
 
 __all__ = ["StandIn", "is_random", "stand_in"]
 

@@ -11,7 +11,7 @@ of device.
 import math
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -35,9 +35,25 @@ __all__ = [
     "sample_seed",
 ]
 
-BatchDim = tuple[
-    int | None, int
-]  # (dimension that grows with samples, its rows per sample); (None, 1): no such dimension
+
+class BatchDim(NamedTuple):
+    """Where the samples are in a tensor: the dimension that grows with them (None: there is none), its rows per sample,
+    and in how many equal blocks those lie, each of which has rows of all samples (``cat([x, y])`` is two).
+    """
+
+    dim: int | None
+    rows: int
+    blocks: int = 1
+
+    def of_sample(self, tensor: torch.Tensor, index: int, num_samples: int) -> torch.Tensor:
+        """A view of one sample's part."""
+        assert self.dim is not None, "a tensor without samples has no part of one"
+        rows = self.rows // self.blocks
+        if self.blocks == 1:
+            return tensor.narrow(self.dim, index * rows, rows)
+        apart = torch.unflatten(tensor, self.dim, (self.blocks, num_samples, rows))
+        return apart.select(self.dim + 1, index)
+
 
 _MASK = (1 << 64) - 1
 
@@ -61,14 +77,14 @@ def _draw(
         return tensor  # shapes only
     generator = torch.Generator(tensor.device)
     op += call.first_random_op
-    dim, factor = batch
-    if dim is None:
+    if batch.dim is None:
         generator.manual_seed(sample_seed(call.seed, call.samples[0], op))
         getattr(tensor, method)(*args, generator=generator)
         return tensor
-    for index in range(tensor.shape[dim] // factor):
+    num_samples = tensor.shape[batch.dim] // batch.rows
+    for index in range(num_samples):
         generator.manual_seed(sample_seed(call.seed, call.samples[0] + index, op))
-        getattr(tensor.narrow(dim, index * factor, factor), method)(*args, generator=generator)
+        getattr(batch.of_sample(tensor, index, num_samples), method)(*args, generator=generator)
     return tensor
 
 
@@ -92,7 +108,7 @@ def feature_dropout(
 ) -> torch.Tensor:
     """``dropout1d/2d/3d`` in train mode: whole channels (dimension 1) are dropped."""
     shape = (*input.shape[:2], *(1 for _ in input.shape[2:]))
-    per_channel = batch if batch[0] is not None and batch[0] < 2 else (None, 1)
+    per_channel = batch if batch.dim is not None and batch.dim < 2 else BatchDim(None, 1)
     mask = _mask(call, op, input.new_empty(shape), p, per_channel)
     return input.mul_(mask) if inplace else input * mask
 
@@ -215,20 +231,21 @@ class PerSampleRandomness(TorchFunctionMode):
         index = len(self.shapes)
         self.shapes.append(tuple(tensor.shape))
         if self.random_ops is None:
-            return self.call, index, (None, 1)
+            return self.call, index, BatchDim(None, 1)
         if index >= len(self.random_ops):
             raise DecomposeError(
                 f"the model draws random numbers more often than its {len(self.random_ops)} decomposed random ops; "
                 "run one forward per context, in the same train or eval mode as when it was decomposed"
             )
-        dim, factor = self.random_ops[index]
+        batch = self.random_ops[index]
         samples = self.call.samples[1] - self.call.samples[0]
-        if dim is not None and tensor.shape[dim] != factor * samples:
+        if batch.dim is not None and tensor.shape[batch.dim] != batch.rows * samples:
             raise DecomposeError(
-                f"random op {index} draws a tensor of shape {tuple(tensor.shape)} where {factor * samples} rows were "
-                f"expected in dimension {dim}; samples={self.call.samples} must be the range that the model's batch is"
+                f"random op {index} draws a tensor of shape {tuple(tensor.shape)} where {batch.rows * samples} rows "
+                f"were expected in dimension {batch.dim}; samples={self.call.samples} must be the range that the "
+                "model's batch is"
             )
-        return self.call, index, (dim, factor)
+        return self.call, index, batch
 
 
 def _mode_dropout(inplace: bool, draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -301,4 +318,4 @@ def reproducible_randomness(layers: LayerSequence, seed: int, samples: tuple[int
     ``with reproducible_randomness(layers, seed, (0, 8)): loss = model(**batch).loss``
     """
     call = LayerCall(samples=samples, sizes={"batch": samples[1] - samples[0]}, seed=seed, device=None)
-    return PerSampleRandomness(call, layers.random_ops)
+    return PerSampleRandomness(call, [BatchDim(*op) for op in layers.random_ops])

@@ -1,12 +1,13 @@
 """Layers run one after another in plain PyTorch: the reference that schedules and runtimes are compared with."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from harmony_lab.layers import LayerCall, LayerSequence
 
-__all__ = ["run_layers"]
+__all__ = ["run_flat", "run_layers"]
 
 
 def run_layers(
@@ -17,8 +18,15 @@ def run_layers(
     ``samples``: the range of the minibatch that the batch is, all of it by default.
     """
     tensors, sizes = layers.flatten_batch(batch)
+    return run_flat(layers, tensors, seed=seed, samples=samples or (0, sizes["batch"]))
+
+
+def run_flat(
+    layers: LayerSequence, tensors: Mapping[str, torch.Tensor], *, seed: int, samples: tuple[int, int]
+) -> torch.Tensor:
+    """The same for tensors by name, as ``flatten_batch`` gives them, that are cut to those samples."""
     device = next(iter(tensors.values())).device
-    samples = samples or (0, sizes["batch"])
+    sizes = {**layers.example_sizes, "batch": samples[1] - samples[0]}
     values: dict[str, torch.Tensor] = {}
     for layer in layers.layers:
         call = LayerCall(samples=samples, sizes=sizes, seed=seed, device=device, first_random_op=layer.first_random_op)

@@ -76,8 +76,12 @@ class Layout:
 
 
 def _view(flat: Tensor, piece: Piece) -> Tensor:
-    """That piece of a flat uint8 block."""
-    return flat[piece.offset : piece.offset + piece.num_bytes].view(piece.dtype).view(piece.shape)
+    """That piece of a flat uint8 block.
+
+    ``data``: with a version counter of its own, so that autograd does not take a write to one buffer (batch norm's
+    statistics) for one to all that backward has saved.
+    """
+    return flat[piece.offset : piece.offset + piece.num_bytes].view(piece.dtype).view(piece.shape).data
 
 
 class Layouts:

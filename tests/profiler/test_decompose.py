@@ -257,6 +257,34 @@ def test_cut_names_modules() -> None:
         decompose(gpt2(), gpt2_batch(4), cut=["transformer.h.9"])
 
 
+class Flat(nn.Module):
+    """Attention blocks whose parameters lie all in one module."""
+
+    def __init__(self, blocks: int = 3, width: int = 8) -> None:
+        super().__init__()
+        shapes = {"query": 1, "key": 1, "value": 1, "out": 1}
+        for block in range(blocks):
+            for name in shapes:
+                self.register_parameter(f"{name}_{block}", nn.Parameter(torch.randn(width, width) / width))
+        self.blocks = blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in range(self.blocks):
+            query, key, value, out = (self.get_parameter(f"{n}_{block}") for n in ("query", "key", "value", "out"))
+            heads = (functional.linear(x, weight) for weight in (query, key, value))
+            x = x + functional.linear(functional.scaled_dot_product_attention(*heads), out)
+        return x.square().mean()
+
+
+def test_model_without_modules_is_cut_where_little_crosses() -> None:
+    torch.manual_seed(0)
+    layers = decompose(Flat(), {"x": torch.randn(4, 5, 8)})
+    ends = [layer.parameters[-1] for layer in layers.layers]
+    assert {"out_0", "out_1", "out_2"} <= set(ends)  # each block ends a layer: there only x crosses
+    assert all(len(boundary) <= 2 for boundary in layers.boundaries)  # never query, key, value and x
+    assert_same_training(layers, layers.model, lambda m, b: m(**b), {"x": torch.randn(3, 5, 8)}, 3)
+
+
 def test_fingerprint_depends_on_the_model_not_on_the_weights_values() -> None:
     def fingerprint(p: float) -> str:
         model = dropout_mlp(p=p)
@@ -456,24 +484,8 @@ def test_batch_norm_is_reported_with_its_decay() -> None:
     (coupled,) = layers.couples_samples
     (layer,) = [layer for layer in layers.layers if layer.name == coupled]
     assert set(layer.updated_buffers) == set(layers.buffer_decay)
-    assert decompose(MLP().eval(), mlp_batch(4), functional.cross_entropy).couples_samples == ()
-
-
-class Pairs(nn.Module):
-    """A contrastive loss: every sample against every other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        similar = self.first(x) @ self.second(x).T
-        return functional.cross_entropy(similar, torch.arange(x.shape[0]))
-
-
-def test_loss_that_pairs_samples_is_reported_as_coupling() -> None:
-    layers = decompose(Pairs(), {"x": torch.randn(4, 8)})
-    assert layers.couples_samples == (layers.layers[-1].name,)
+    with pytest.warns(UserWarning, match="eval mode"):
+        assert decompose(MLP().eval(), mlp_batch(4), functional.cross_entropy).couples_samples == ()
 
 
 class InPlaceAtCut(nn.Module):
@@ -651,3 +663,109 @@ def test_equal_looking_modules_with_different_settings_do_not_share_a_function()
     layers = decompose(model, mlp_batch(4), functional.cross_entropy, layers=list(model))
     assert layers.layers[1].function is not layers.layers[2].function
     assert_same_training(layers, model, with_cross_entropy, mlp_batch(3), 3)
+
+
+class _Average(nn.Module):
+    """Keeps a running average under ``torch.no_grad()``, as teachers and codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return self.b(torch.relu(y))
+
+
+def test_buffers_written_without_gradient_are_updated() -> None:
+    model = _Average()
+    plain = copy.deepcopy(model)
+    batch = torch.randn(3, 4), torch.randn(3, 4)
+    layers = decompose(model, batch, nn.MSELoss())
+    assert [layer.updated_buffers for layer in layers.layers] == [("average",), ()]
+    for _ in range(2):
+        run_layers(layers, batch)
+        plain(batch[0])
+    torch.testing.assert_close(model.average, plain.average)
+
+
+class _Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+class _Adversary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(_Reverse.apply(self.a(x)))
+
+
+def test_a_custom_backward_is_refused_by_name() -> None:
+    with pytest.raises(DecomposeError, match="'_Reverse', whose own backward would be lost"):
+        decompose(_Adversary(), (torch.randn(2, 4), torch.randn(2, 4)), nn.MSELoss())
+
+
+def test_gradient_hooks_on_parameters_are_refused() -> None:
+    model = dropout_mlp()
+    model[0][0].weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(DecomposeError, match=r"gradient hooks, which would not run: 0\.0\.weight"):
+        decompose(model, (torch.randn(2, 16), torch.randn(2, 16)), nn.MSELoss())
+
+
+def test_a_buffer_that_two_layers_change_is_refused() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm, nn.Linear(4, 4))
+    with pytest.raises(DecomposeError, match="is changed in forward and used in several layers"):
+        decompose(model, (torch.randn(4, 4), torch.randn(4, 4)), nn.MSELoss(), layers=list(model))
+
+
+def test_a_model_in_eval_mode_is_pointed_out() -> None:
+    with pytest.warns(UserWarning, match="is in eval mode"):
+        decompose(dropout_mlp().eval(), (torch.randn(2, 16), torch.randn(2, 16)), nn.MSELoss())
+
+
+def test_the_fingerprint_of_modules_is_the_same_in_every_process() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import torch; from torch import nn; import harmony_lab as hl\n"
+        "m = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)); x = torch.randn(2, 4)\n"
+        "print(hl.decompose(m, (x, x), nn.MSELoss(), layers=list(m)).fingerprint)"
+    )
+    prints = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in "ab"
+    }
+    assert len(prints) == 1
+
+
+def test_only_a_guard_against_zero_may_clamp_a_count() -> None:
+    class Masked(nn.Module):
+        def __init__(self, least: int) -> None:
+            super().__init__()
+            self.linear, self.least = nn.Linear(4, 4), least
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x).square().mean(1) * mask).sum() / mask.sum().clamp(min=self.least)
+
+    batch = torch.randn(3, 4), torch.tensor([1.0, 0.0, 1.0])
+    assert decompose(Masked(1), batch).loss_reduction == "mean"
+    with pytest.raises(DecomposeError):
+        decompose(Masked(100), batch)
+
+
+def test_one_value_per_channel_is_refused_as_by_the_module() -> None:
+    layers = decompose(sequential(), mlp_batch(4), functional.cross_entropy)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        run_layers(layers, mlp_batch(1))

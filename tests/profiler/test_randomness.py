@@ -12,7 +12,7 @@ from harmony_lab.errors import DecomposeError
 from harmony_lab.layers import LayerCall, LayerSequence
 from harmony_lab.profiler import randomness
 from harmony_lab.profiler.decompose import decompose
-from harmony_lab.profiler.randomness import reproducible_randomness, sample_seed
+from harmony_lab.profiler.randomness import BatchDim, reproducible_randomness, sample_seed
 from harmony_lab.profiler.reference import run_layers
 
 
@@ -25,7 +25,7 @@ def call(samples: tuple[int, int], seed: int = 0, first: int = 0) -> LayerCall:
 
 def mask(samples: tuple[int, int] = (0, 4), seed: int = 0, op: int = 0, first: int = 0) -> torch.Tensor:
     ones = torch.ones(samples[1] - samples[0], 50)
-    return randomness.dropout(call(samples, seed, first), op, (0, 1), ones, 0.5)
+    return randomness.dropout(call(samples, seed, first), op, BatchDim(0, 1), ones, 0.5)
 
 
 def test_equal_seed_sample_and_op_give_equal_masks() -> None:
@@ -46,17 +46,17 @@ def test_masks_do_not_depend_on_the_split() -> None:
 
 def test_several_rows_of_one_sample_stay_together() -> None:
     ones = torch.ones(12, 50)
-    whole = randomness.dropout(call((0, 4)), 0, (0, 3), ones, 0.5)
-    last = randomness.dropout(call((3, 4)), 0, (0, 3), ones[:3], 0.5)
+    whole = randomness.dropout(call((0, 4)), 0, BatchDim(0, 3), ones, 0.5)
+    last = randomness.dropout(call((3, 4)), 0, BatchDim(0, 3), ones[:3], 0.5)
     assert torch.equal(whole[9:], last)
     assert not torch.equal(whole[0], whole[1])
 
 
 def test_dropout_keeps_the_expected_share_and_scales_it() -> None:
-    kept = randomness.dropout(call((0, 100)), 0, (0, 1), torch.ones(100, 1000), 0.3)
+    kept = randomness.dropout(call((0, 100)), 0, BatchDim(0, 1), torch.ones(100, 1000), 0.3)
     assert kept.unique().tolist() == [0.0, pytest.approx(1 / 0.7)]
     assert kept.ne(0).float().mean().item() == pytest.approx(0.7, abs=0.01)
-    assert torch.equal(randomness.dropout(call((0, 2)), 0, (0, 1), torch.ones(2, 3), 1.0), torch.zeros(2, 3))
+    assert torch.equal(randomness.dropout(call((0, 2)), 0, BatchDim(0, 1), torch.ones(2, 3), 1.0), torch.zeros(2, 3))
 
 
 def test_drawing_leaves_the_global_stream_alone() -> None:
@@ -81,7 +81,7 @@ def test_attention_without_dropout_equals_torch(masked: str, causal: bool) -> No
     options: dict[str, torch.Tensor | None] = {"none": None, "bool": ~hidden, "float": hidden.float() * -3.0}
     arguments = {"attn_mask": options[masked], "is_causal": causal, "scale": 0.3, "enable_gqa": True}
     expected = functional.scaled_dot_product_attention(query, key, value, **arguments)
-    found = randomness.attention(call((0, 2)), 0, (0, 1), query, key, value, dropout_p=0.0, **arguments)
+    found = randomness.attention(call((0, 2)), 0, BatchDim(0, 1), query, key, value, dropout_p=0.0, **arguments)
     torch.testing.assert_close(found, expected)
 
 
@@ -93,7 +93,7 @@ def gpt2_layers() -> LayerSequence:
 def test_equal_layers_draw_different_masks(gpt2_layers: LayerSequence) -> None:
     ranges = [(layer.first_random_op, layer.num_random_ops) for layer in gpt2_layers.layers]
     assert ranges == [(0, 1), (1, 3), (4, 3), (0, 0)]
-    assert gpt2_layers.random_ops == ((0, 1),) * 7
+    assert gpt2_layers.random_ops == ((0, 1, 1),) * 7
 
 
 def test_loss_repeats_with_the_seed_and_changes_with_it(gpt2_layers: LayerSequence) -> None:

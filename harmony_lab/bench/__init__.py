@@ -1,0 +1,1 @@
+"""Benchmarks: what harmony_lab reaches, measured, as rows of JSON."""

@@ -1,0 +1,73 @@
+"""What a captured graph cannot hold, told before it is lost: gradients that the user changes by hand."""
+
+import torch
+from torch import nn
+
+from harmony_lab.errors import DecomposeError
+from harmony_lab.layers import LayerSequence
+
+__all__ = ["refuse_custom_gradients", "refuse_gradient_hooks", "refuse_shared_updates"]
+
+
+# Functions whose own backward is the derivative of their forward, written out: the graph's gradient is the same.
+_OWN_DERIVATIVE = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Raise ``DecomposeError`` where a parameter has hooks: they see a gradient per microbatch, not the minibatch's."""
+    hooked = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        raise DecomposeError(
+            f"these parameters have gradient hooks, which would not run: {', '.join(hooked[:5])}.  Remove the hooks, "
+            "or write what they do into the model or the optimizer"
+        )
+
+
+def refuse_custom_gradients(loss: torch.Tensor) -> None:
+    """Raise ``DecomposeError`` where the loss depends on a ``torch.autograd.Function``.
+
+    A graph holds its forward only, so the gradient would silently be that of the forward's operations.
+    """
+    seen: set[torch.autograd.graph.Node] = set()
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not _is_kept(node):
+            name = type(node).__name__.removesuffix("Backward")
+            cure = "write it with differentiable operations, or keep it out of the training loss"
+            if name == "CheckpointFunction":
+                cure = "switch gradient checkpointing off (packs are recomputed anyway), or use_reentrant=False"
+            raise DecomposeError(
+                f"the model uses torch.autograd.Function {name!r}, whose own backward would be lost; {cure}"
+            )
+        pending += [following for following, _ in node.next_functions]
+
+
+def _is_kept(node: torch.autograd.function.BackwardCFunction) -> bool:
+    """Whether a layer's graph has that gradient: an op made with ``torch.library`` is one node and brings its own."""
+    if type(node).__name__.startswith("GeneratedBackwardFor_"):
+        return True
+    function = type(node)._forward_cls  # type: ignore[attr-defined] # torch sets it on each class it makes
+    return f"{function.__module__}.{function.__qualname__}" in _OWN_DERIVATIVE
+
+
+def refuse_shared_updates(layers: LayerSequence) -> None:
+    """Raise ``DecomposeError`` where one layer's forward changes a buffer that another one reads.
+
+    A pack runs all its microbatches before the next pack runs any, so the other layer would see another value.
+    """
+    for name in {name for layer in layers.layers for name in layer.updated_buffers}:
+        users = layers.buffer_state[name].layers
+        if len(users) > 1:
+            where = ", ".join(layers.layers[index].name for index in users)
+            raise DecomposeError(
+                f"buffer {name} is changed in forward and used in several layers ({where}); put them into one layer: "
+                "one module around them, or cut=[...] with a name outside them"
+            )
