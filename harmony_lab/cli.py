@@ -1,4 +1,4 @@
-"""The command line: ``harmony-lab demo`` and ``harmony-lab plan``."""
+"""The command line: ``harmony-lab demo``, ``harmony-lab plan`` and ``harmony-lab bench``."""
 
 import argparse
 import sys
@@ -51,8 +51,16 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="rank the plans for a saved profile on a machine described here")
     plan.add_argument("profile", type=Path, metavar="PROFILE.json", help="what Profile.save wrote")
     plan.add_argument("--minibatch", type=_positive, default=32, help="samples per step (default 32)")
+    plan.add_argument("--machine", metavar="PRESET", help="GPUs such as 4x3090, instead of --devices, --memory, --link")
     _add_machine(plan, memory_default="64MiB")
     plan.set_defaults(command=_plan)
+
+    bench = commands.add_parser("bench", help="benchmarks, which print what they measure")
+    benches = bench.add_subparsers(required=True, metavar="BENCH")
+    models = benches.add_parser("models", help="decompose and profile a zoo of models, compare with PyTorch")
+    models.add_argument("names", nargs="*", metavar="MODEL", help="models of the zoo (default all)")
+    models.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    models.set_defaults(command=_bench_models)
     return parser
 
 
@@ -90,13 +98,43 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
         profile = Profile.load(options.profile)
     except ValueError as error:
         raise HarmonyError(f"{options.profile} is not a profile that Profile.save wrote: {error}") from None
-    machine = Machine.emulated(options.devices, memory=options.memory or "64MiB", link=options.link)
+    if options.machine:
+        machine = Machine.preset(options.machine)
+    else:
+        machine = Machine.emulated(options.devices, memory=options.memory or "64MiB", link=options.link)
     console.print(f"{profile}\n{machine}", soft_wrap=True)
     with bar(console, "search") as move:
         modes = (options.mode,) if options.mode else tuple(Mode)
         result = search(profile, machine, options.minibatch, modes=modes, progress=move)
     console.print(ranking_table(result))
     console.print(f"{result.explain()}\nBest plan: {result.best}", soft_wrap=True)
+    return 0
+
+
+def _bench_models(options: argparse.Namespace, console: Console) -> int:
+    from rich.table import Table
+
+    from harmony_lab.terminal import bar
+    from harmony_lab.units import format_seconds
+
+    try:
+        from harmony_lab.bench.models import bench_models, to_json
+    except ImportError as error:
+        raise HarmonyError(f"{error.name} is missing: pip install 'harmony_lab[test]'") from None
+    with bar(console, "models") as move:
+        rows = bench_models(options.names or None, progress=move)
+    table = Table("model", "layers", "kinds", "decompose", "profile", "gradients off by", "peak predicted / measured")
+    for row in rows:
+        if row["supported"]:
+            ratio = row["peak_predicted_bytes"] / row["peak_measured_bytes"]
+            seconds = (format_seconds(row["decompose_s"]), format_seconds(row["profile_s"]))
+            counts = (str(row["num_layers"]), str(row["num_types"]))
+            table.add_row(row["model"], *counts, *seconds, f"{row['max_grad_diff']:.1e}", f"{ratio:.4f}")
+        else:
+            table.add_row(row["model"], "refused: " + row["reason"].split(".")[0])
+    console.print(table)
+    if options.json:
+        to_json(rows, options.json)
     return 0
 
 
@@ -125,3 +163,7 @@ def _rate(text: str) -> float:
         return parse_rate(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -56,6 +56,9 @@ class Lab:
     torch.optim optimizer over the model's parameters; planning works without one, training does not.  ``machine``: by
     default ``Machine.detect()``.
 
+    ``seed`` fixes random masks, others in every step.  Steps are counted on from run to run (``steps_trained``), so a
+    run that follows another draws the masks that one longer run would have drawn.
+
     Safe to use from any thread.  ``subscribe`` tells of ``"profile"``, ``"result"``, ``"plan"``, ``"run"`` (a run
     began or changed its status), ``"progress"`` and ``"closed"``, on the thread where it happens.  A new Lab over the
     same model closes the older one.
@@ -88,8 +91,9 @@ class Lab:
         self._run: Run | None = None
         self._progress: Progress | None = None
         self._closed = False
-        _take_over(model, self)
+        self._earlier_steps = 0  # of the runs before the last one
         self.layers: LayerSequence = decompose(model, example_batch, loss_fn, layers=layers)
+        _take_over(model, self)  # last, so that the older Lab works on where this one cannot be made
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -123,6 +127,12 @@ class Lab:
     def run(self) -> Run | None:
         """The last run, under way or over."""
         return self._run
+
+    @property
+    def steps_trained(self) -> int:
+        """Steps that the runs of this Lab have trained by now."""
+        with self._state:
+            return self._earlier_steps + (0 if self._run is None else len(self._run.losses))
 
     @property
     def progress(self) -> Progress | None:
@@ -180,8 +190,8 @@ class Lab:
                 self._progress = None
             with self._state:
                 self._result = result
-        self._listeners.notify("result")
-        self.choose(result.best)
+            self._listeners.notify("result")
+            self.choose(result.best)
         return result
 
     def prepare(self, progress: ProgressCallback | None = None) -> "Lab":
@@ -201,11 +211,10 @@ class Lab:
 
         A plan that does not fit can be looked at; ``launch`` refuses it.
         """
-        if isinstance(plan, int):
-            plan = self._candidate(plan)
-        preview = self.preview(plan)
-        with self._state:
-            self._preview = preview
+        with self._work:  # so that no other profile arrives between
+            preview = self.preview(self._candidate(plan) if isinstance(plan, int) else plan)
+            with self._state:
+                self._preview = preview
         self._listeners.notify("plan")
         return preview
 
@@ -260,7 +269,16 @@ class Lab:
             assert measured is not None
             if not chosen.fits:
                 lower(chosen.plan, measured, self.machine)  # raises, with the numbers
-            trainer = Trainer(self.layers, self.optimizer, chosen.plan, self.machine, profile=measured, seed=self.seed)
+            first_step = self.steps_trained
+            trainer = Trainer(
+                self.layers,
+                self.optimizer,
+                chosen.plan,
+                self.machine,
+                profile=measured,
+                seed=self.seed,
+                first_step=first_step,
+            )
             try:
                 run = Run(trainer, chosen.plan, data, steps, num_samples=self._num_samples, record_every=record_every)
             except BaseException:
@@ -271,7 +289,7 @@ class Lab:
                 if self._closed:
                     trainer.close()
                 self._must_be_open("launch")
-                self._run = run
+                self._run, self._earlier_steps = run, first_step
                 run.start()
         self._listeners.notify("run")
         return run

@@ -1,13 +1,14 @@
 """Run: training under way on a thread of its own, watched and steered from any thread."""
 
 import logging
+import math
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from html import escape
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from harmony_lab.errors import HarmonyError, TrainingError
 from harmony_lab.plan import Plan
@@ -17,6 +18,7 @@ from harmony_lab.units import format_seconds
 __all__ = ["Listeners", "Run", "RunStatus", "StepTrainer"]
 
 _log = logging.getLogger("harmony_lab")
+_INTERRUPT_CHECK_S = 0.1
 _PAUSE_CHECK_S = 0.5  # how often a paused run looks whether the interpreter is going down
 
 
@@ -52,6 +54,11 @@ class Listeners:
         self._lock = threading.Lock()
         self._callbacks: dict[object, Callable[[str], None]] = {}
 
+    def clear(self) -> None:
+        """Let all callbacks go."""
+        with self._lock:
+            self._callbacks.clear()
+
     def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """Add a callback; the function returned takes it away again."""
         key = object()
@@ -74,12 +81,21 @@ class Listeners:
                 _log.exception("a listener failed on event %r", event)
 
 
+class _Task(NamedTuple):
+    """What a run needs while it trains."""
+
+    trainer: StepTrainer
+    batches: Iterator[Any]
+    num_samples: Callable[[Any], int]
+
+
 class Run:
     """Training of ``steps`` minibatches; made by ``Lab.launch``.
 
     The thread owns the trainer: when the run ends, however it ends, the trainer is closed, the parameters have their
-    own storage again and the devices are free.  Events: ``"step"`` (every ``record_every`` steps and the last),
-    ``"status"``.
+    own storage again and the devices are free; then trainer, data and listeners are let go, and what was recorded
+    stays.  Events: ``"step"`` (every ``record_every`` steps and the last), ``"status"``; the last one comes when the
+    run is over.
 
     ``losses`` and ``step_s`` have one entry per step; ``swap_bytes`` and ``peak_bytes`` (per device) one per recorded
     step.  ``trace`` is the last measured iteration, ``notes`` say what is worth knowing, such as a smaller last batch.
@@ -103,9 +119,7 @@ class Run:
         self.steps = steps
         self.record_every = record_every
         self.predicted = trainer.predicted
-        self._trainer = trainer
-        self._batches = _batches(data)
-        self._num_samples = num_samples
+        self._task: _Task | None = _Task(trainer, _batches(data), num_samples)
         self._listeners = Listeners()
         self._changed = threading.Condition()
         self._status = RunStatus.RUNNING
@@ -121,7 +135,12 @@ class Run:
         self._thread = threading.Thread(target=self._train, name="harmony-lab run")
 
     def start(self) -> None:
-        self._thread.start()
+        """Begin; where no thread can be had, the run has failed and its trainer is closed."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._end(RunStatus.FAILED, error)
+            raise
 
     # -- what it tells --------------------------------------------------------------------------------------------
 
@@ -181,7 +200,7 @@ class Run:
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._ended.wait()
-            self._thread.join()
+            self._join()
 
     def pause(self) -> None:
         """Hold still after the current step; nothing is freed."""
@@ -203,53 +222,78 @@ class Run:
 
         An interrupt while waiting stops the run, then arrives in the caller.
         """
+        if threading.current_thread() is self._thread and not self._ended.is_set():
+            raise HarmonyError("a listener cannot wait for the run that calls it: wait in another thread")
         try:
-            ended = self._ended.wait(timeout)  # not join: an interrupted join takes the thread for ended (bpo-45274)
+            ended = self._wait(timeout)
         except KeyboardInterrupt:
             self.stop()
             raise
         if not ended:
             raise TimeoutError(f"still {self} after {timeout} s")
-        self._thread.join()
+        self._join()
         if self._error is not None:
             raise self._error
         return self
 
+    def _wait(self, timeout: float | None) -> bool:
+        """Wait for the end in short parts: an interrupt that no signal brings is noticed when Python code runs.
+
+        Not by join: an interrupted one takes the thread for ended (bpo-45274).
+        """
+        stop_s = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._ended.wait(max(0.0, min(_INTERRUPT_CHECK_S, stop_s - time.monotonic()))):
+            if time.monotonic() >= stop_s:
+                return False
+        return True
+
+    def _join(self) -> None:
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
+        assert self._task is not None
         try:
-            end = self._steps()
+            self._end(self._steps(self._task))
         except BaseException as error:
-            end = RunStatus.FAILED
-            self._error = self._describe(error)
-        try:
-            self._trainer.close()
-        except BaseException as error:
-            end = RunStatus.FAILED
-            self._error = self._error or self._describe(error)
-        with self._changed:
-            self._status = end
-            self._changed.notify_all()
-        self._listeners.notify("status")
-        self._ended.set()
+            self._end(RunStatus.FAILED, error)
 
-    def _steps(self) -> RunStatus:
+    def _end(self, status: RunStatus, error: BaseException | None = None) -> None:
+        """Close the trainer, let go of all that was needed to train, and say so."""
+        assert self._task is not None
+        trainer, self._task = self._task.trainer, None
+        described = None if error is None else self._describe(error)
+        try:
+            trainer.close()
+        except BaseException as fault:
+            status = RunStatus.FAILED
+            described = described or self._describe(fault)
+        del trainer
+        with self._changed:
+            self._status, self._error = status, described
+            self._changed.notify_all()
+        self._ended.set()  # before listeners hear of it: they may wait for the run
+        self._listeners.notify("status")
+        self._listeners.clear()
+
+    def _steps(self, task: _Task) -> RunStatus:
         for number in range(self.steps):
             if not self._may_go_on():
                 return RunStatus.STOPPED
-            batch = next(self._batches, None)
+            batch = next(task.batches, None)
             if batch is None:
                 self._note(f"the data ended after {number} of {self.steps} steps; an iterator cannot start over")
                 return RunStatus.FINISHED
-            self._note_size(number, batch)
+            self._note_size(number, task.num_samples(batch))
             begin = time.perf_counter()
-            loss = self._trainer.step(batch)
+            loss = task.trainer.step(batch)
             with self._changed:
                 self._losses.append(loss)
                 self._step_s.append(time.perf_counter() - begin)
             if (number + 1) % self.record_every == 0 or number + 1 == self.steps:
-                self._record(self._trainer.last_trace)
+                self._record(task.trainer.last_trace)
         return RunStatus.FINISHED
 
     def _record(self, trace: Trace | None) -> None:
@@ -274,8 +318,7 @@ class Run:
             if text not in self._notes:
                 self._notes.append(text)
 
-    def _note_size(self, number: int, batch: Any) -> None:
-        size = self._num_samples(batch)
+    def _note_size(self, number: int, size: int) -> None:
         if size != self.plan.minibatch_size:
             self._note(
                 f"step {number + 1}: a batch of {size} ran instead of {self.plan.minibatch_size}, "

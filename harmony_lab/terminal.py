@@ -46,8 +46,7 @@ def bar(console: Console, title: str) -> Iterator[Callable[[int, int, str], None
 
 def ranking_table(result: SearchResult, limit: int = _SHOWN_PLANS) -> Table:
     """The best plans, fastest first; forward and backward as packs × microbatch size."""
-    title = f"{len(result.candidates)} plans fit, {len(result.rejected)} do not"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(title=_tally(result), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     names = ("#", "mode", "forward", "backward", "step", "peak", "swapped", "peer", "idle")
     for name in names:
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
@@ -65,6 +64,17 @@ def ranking_table(result: SearchResult, limit: int = _SHOWN_PLANS) -> Table:
             f"{candidate.bubble_fraction:.0%}",
         )
     return table
+
+
+def _tally(result: SearchResult) -> str:
+    """What became of the plans that were considered."""
+    parts = (
+        (result.num_bounded, "ruled out by their lower bound"),
+        (result.num_skipped, "not simulated: enough were"),
+        (len(result.rejected), "do not fit"),
+    )
+    others = "; ".join(f"{count} {what}" for count, what in parts if count)
+    return f"{len(result.candidates)} plans fit and were simulated" + (f"; {others}" if others else "")
 
 
 def checks_table(checks: Sequence[Check]) -> Table:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from harmony_lab.costs import Profile
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
-from harmony_lab.plan import Plan
+from harmony_lab.plan import Plan, microbatches
 from harmony_lab.planner.check import check
 from harmony_lab.planner.lower import lower
 from harmony_lab.program import Program
@@ -36,8 +36,9 @@ class Trainer:
     step.  Without ``profile`` the layers are profiled first, for the plan's microbatch sizes.  A minibatch of another
     size than the plan's runs under the same schedule, made for its size.
 
-    ``seed`` fixes random masks (see ``reproducible_randomness``).  ``chaos_seed`` delays every op of emulated devices
-    at random, to show missing dependencies.
+    ``seed`` fixes random masks (see ``reproducible_randomness``), others in every step.  ``first_step``: how many
+    steps were trained before, so that training that goes on draws the masks it would have drawn without the break.
+    ``chaos_seed`` delays every op of emulated devices at random, to show missing dependencies.
 
     Use it as a context manager, or ``close()`` it: then threads end and parameters get their own storage back.
     """
@@ -51,6 +52,7 @@ class Trainer:
         *,
         profile: Profile | None = None,
         seed: int = 0,
+        first_step: int = 0,
         chaos_seed: int | None = None,
     ) -> None:
         from harmony_lab.profiler.measure import profile as measure
@@ -58,11 +60,13 @@ class Trainer:
 
         self.layers, self.plan, self.machine = layers, plan, machine
         if profile is None:
-            profile = measure(layers, machine, optimizer, microbatch_sizes=sizes_to_measure(plan))
+            profile = measure(layers, machine, optimizer, microbatch_sizes=_sizes_to_measure(plan, layers))
         self.profile = profile
         self._programs: dict[int, Program] = {}
         self._lowered(plan.minibatch_size)  # a plan that cannot run is refused before the parameters are touched
-        self._runner = Runner(layers, optimizer, machine, self._lowered, seed=seed, chaos_seed=chaos_seed)
+        self._runner = Runner(
+            layers, optimizer, machine, self._lowered, seed=seed, first_step=first_step, chaos_seed=chaos_seed
+        )
 
     def step(self, batch: Any) -> float:
         """One iteration on a minibatch as the model takes it: forward, backward, update.  Returns the minibatch's loss.
@@ -74,6 +78,7 @@ class Trainer:
 
     @property
     def step_count(self) -> int:
+        """Steps trained, with those before ``first_step``."""
         return self._runner.step_count
 
     @property
@@ -99,6 +104,8 @@ class Trainer:
         self.close()
 
     def _lowered(self, minibatch_size: int) -> Program:
+        from harmony_lab.runtime.buffers import check_buffers
+
         program = self._programs.get(minibatch_size)
         if program is None:
             plan = self.plan
@@ -106,10 +113,18 @@ class Trainer:
                 plan = plan.for_minibatch(minibatch_size)
             program = lower(plan, self.profile, self.machine)
             check(program)
+            check_buffers(program, self.layers)
             self._programs[minibatch_size] = program
         return program
 
 
-def sizes_to_measure(plan: Plan) -> tuple[int, ...]:
-    """Microbatch sizes that a plan runs, with 1 so that smaller last ones can be interpolated."""
-    return tuple(sorted({1, plan.forward_microbatch_size, plan.backward_microbatch_size}))
+def _sizes_to_measure(plan: Plan, layers: LayerSequence) -> list[int]:
+    """Microbatch sizes that a plan runs, with the smallest, so that those of smaller minibatches can be interpolated.
+
+    Where samples meet in a layer that is two: batch norm has no statistics of one.
+    """
+    shares = [plan.share(position) for position in range(plan.num_devices)]
+    chosen = (plan.forward_microbatch_size, plan.backward_microbatch_size)
+    run = {stop - start for share in shares for size in chosen for start, stop in microbatches(*share, size)}
+    smallest = min(2, plan.minibatch_size) if layers.couples_samples else 1
+    return sorted(run | {smallest})

@@ -1,7 +1,10 @@
 """The command line: what it prints, writes and returns."""
 
 import json
+import subprocess
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +14,22 @@ from torch.nn.functional import cross_entropy
 
 import harmony_lab
 from harmony_lab.cli import main
+from harmony_lab.costs import Profile
 from harmony_lab.demo import DemoSettings, Outcome, source_batches
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
+from harmony_lab.planner.search import Rejected, search
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.measure import profile
+from harmony_lab.terminal import ranking_table
+from harmony_lab.units import format_rate, parse_bytes, parse_rate
 
 
 @pytest.fixture(scope="module")
 def saved_profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = decompose(sequential(), mlp_batch(8), cross_entropy)
     path = tmp_path_factory.mktemp("profiles") / "small.json"
-    profile(layers, Machine.emulated(1), microbatch_sizes=(1, 8), trials=1).save(path)
+    profile(layers, Machine.emulated(1), microbatch_sizes=(2, 8), trials=1).save(path)
     return path
 
 
@@ -186,3 +193,51 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert done.value.code == 0
     assert capsys.readouterr().out.strip() == f"harmony-lab {harmony_lab.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "mode"),
+    [
+        (["--devices", "1", "--memory", "60MB", "--link", "500MB/s"], 1, None),
+        (["--devices", "3", "--memory", "24MiB", "--mode", "dp", "--link", "20GB/s"], 3, "dp"),
+    ],
+)
+def test_demo_takes_its_machine_and_mode_from_the_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], devices: int, mode: str | None
+) -> None:
+    found, report = tmp_path / "found.json", tmp_path / "report.html"
+    assert main(["demo", "--steps", "1", "--json", str(found), "--report", str(report), *arguments]) == 0
+    outcome = json.loads(found.read_text())
+    plan = Plan.parse(outcome["plan"])
+    assert plan.num_devices == len(outcome["device_budget_bytes"]) == devices
+    assert mode is None or plan.mode == mode
+    options = dict(pairwise(arguments))
+    assert set(outcome["device_budget_bytes"]) == {parse_bytes(options["--memory"])}
+    assert format_rate(parse_rate(options["--link"])) in capsys.readouterr().out
+
+
+def test_the_ranking_tells_simulated_plans_from_those_ruled_out_skipped_and_too_large(saved_profile: Path) -> None:
+    machine = Machine.emulated(2, memory="1MiB")
+    found = search(Profile.load(saved_profile), machine, 8)
+    all_simulated = replace(found, num_bounded=0, num_skipped=0, rejected=())
+    assert ranking_table(all_simulated).title == f"{len(found.candidates)} plans fit and were simulated"
+    some = replace(found, num_bounded=7, num_skipped=5, rejected=(Rejected("dp", "too large"),))
+    assert ranking_table(some).title == (
+        f"{len(found.candidates)} plans fit and were simulated; 7 ruled out by their lower bound; "
+        "5 not simulated: enough were; 1 do not fit"
+    )
+
+
+@pytest.mark.parametrize("module", ["harmony_lab", "harmony_lab.cli"])
+def test_the_package_runs_as_a_module(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "demo", "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: harmony-lab demo")
+
+
+def test_the_models_benchmark_writes_a_row_per_model(tmp_path: Path) -> None:
+    target = tmp_path / "models.json"
+    assert main(["bench", "models", "GPT-2", "MLP with BatchNorm", "--json", str(target)]) == 0
+    rows = json.loads(target.read_text())["rows"]
+    assert [row["supported"] for row in rows] == [True, True]
+    assert all(1.0 <= row["peak_predicted_bytes"] / row["peak_measured_bytes"] <= 1.05 for row in rows)
+    assert all(row["max_grad_diff"] < 1e-5 for row in rows)

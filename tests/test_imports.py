@@ -23,6 +23,12 @@ def test_the_check_above_can_fail() -> None:
     assert "torch" in loaded_by("import harmony_lab; harmony_lab.decompose")
 
 
+def test_importing_the_package_takes_less_than_three_tenths_of_a_second() -> None:
+    code = "import time; begin = time.perf_counter(); import harmony_lab; print(time.perf_counter() - begin)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
+    assert min(float(run.stdout) for run in runs) < 0.3  # the best: other work on the machine only adds
+
+
 def test_planning_loads_no_torch() -> None:
     loaded = loaded_by("import harmony_lab as hl; hl.search, hl.lower, hl.check, hl.Plan, hl.Machine, hl.Profile")
     assert loaded.isdisjoint({"torch", "plotly", "ipywidgets", "anywidget", "transformers"})

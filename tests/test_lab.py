@@ -1,5 +1,6 @@
 """Lab: from profile to run on a small model, as notebook, script and command line use it."""
 
+import _thread
 import gc
 import threading
 import weakref
@@ -14,9 +15,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from harmony_lab.errors import HarmonyError, PlanDoesNotFitError, PlanError, TrainingError
-from harmony_lab.lab import Lab
+from harmony_lab.lab import Lab, Preview
 from harmony_lab.machine import Machine
-from harmony_lab.plan import Mode
+from harmony_lab.plan import Mode, Plan
 from harmony_lab.run import RunStatus
 
 MINIBATCH = 8
@@ -266,3 +267,192 @@ def test_report_is_one_page_that_loads_nothing(lab: Lab, tmp_path: Path) -> None
     assert page.count("<svg") >= 4
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "<script" not in page
+
+
+# -- one launch after another -------------------------------------------------------------------------------------
+
+
+def dropout_lab(*, lr: float) -> Lab:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 5))
+    return Lab(
+        model,
+        mlp_batch(MINIBATCH),
+        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+        loss_fn=cross_entropy,
+        minibatch_size=MINIBATCH,
+        machine=Machine.emulated(1),
+    )
+
+
+def test_a_second_launch_draws_other_masks() -> None:
+    lab = dropout_lab(lr=0.0)
+    first = lab.launch(batches(1), 2).wait(120).losses
+    second = lab.launch(batches(1), 2).wait(120).losses
+    assert len({*first, *second}) == 4
+    assert lab.steps_trained == 4
+    lab.close()
+
+
+def test_training_in_three_launches_equals_one() -> None:
+    data = batches(6)
+    whole, parts = dropout_lab(lr=0.1), dropout_lab(lr=0.1)
+    losses = whole.launch(data, 6).wait(120).losses
+    found = [
+        loss for at, stop in ((0, 2), (2, 3), (3, 6)) for loss in parts.launch(data[at:], stop - at).wait(120).losses
+    ]
+    assert found == pytest.approx(losses, rel=1e-6)
+    for a, b in zip(parts.layers.model.parameters(), whole.layers.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    whole.close()
+    parts.close()
+
+
+def test_a_layer_frozen_between_two_launches_is_refused_not_trained(lab: Lab) -> None:
+    lab.launch(batches(1), 1).wait(120)
+    frozen = lab.layers.model[0][0].weight
+    frozen.requires_grad_(False)
+    before = frozen.detach().clone()
+    with pytest.raises(HarmonyError, match=r"'0\.0\.weight' frozen.*new Lab"):
+        lab.launch(batches(1), 1)
+    assert torch.equal(frozen, before)
+
+
+def test_a_lab_that_cannot_be_made_leaves_the_older_one_and_its_run_alone() -> None:
+    model = small_model()
+    lab = small_lab(model)
+    run = lab.launch(batches(1), 100_000)
+    for fault in ({"minibatch_size": 0}, {"example_batch": mlp_batch(MINIBATCH, features=7)}):
+        given = {"example_batch": mlp_batch(MINIBATCH), "minibatch_size": MINIBATCH, **fault}
+        with pytest.raises(Exception, match=r"minibatch_size|shape|size"):
+            Lab(model, loss_fn=cross_entropy, machine=Machine.emulated(1), **given)
+    assert run.active
+    run.stop()
+    assert not lab.closed
+    assert lab.launch(batches(1), 1).wait(120).status is RunStatus.FINISHED
+    lab.close()
+
+
+def test_a_run_without_a_thread_has_failed_and_the_lab_goes_on(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.prepare()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            lab.launch(batches(1), 1)
+    assert lab.run is not None
+    assert lab.run.status is RunStatus.FAILED
+    for parameter in lab.layers.model.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    assert lab.launch(batches(1), 1).wait(120).status is RunStatus.FINISHED
+
+
+def _no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_finished_run_keeps_what_it_recorded_but_neither_model_nor_data(lab: Lab) -> None:
+    model = small_model()
+    other = small_lab(model)
+    data = iter(batches(2))
+    run = other.launch(data, 2).wait(120)
+    other.close()
+    watched = [weakref.ref(other), weakref.ref(model), weakref.ref(other.layers)]
+    del other, model
+    gc.collect()
+    assert [reference() for reference in watched] == [None, None, None]
+    assert len(run.losses) == 2
+    assert run.trace is not None
+
+
+def test_a_plan_is_never_chosen_over_a_profile_that_was_replaced_meanwhile(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow look at a plan is under way when the model is measured again."""
+    lab.prepare()
+    plan = lab.plan
+    assert plan is not None
+    looking, measured = threading.Event(), threading.Event()
+    look = lab.preview
+
+    def slowly(given: Plan) -> Preview:
+        looking.set()
+        found = look(given)
+        measured.wait(0.5)
+        return found
+
+    monkeypatch.setattr(lab, "preview", slowly)
+    chooser = threading.Thread(target=lambda: lab.choose(plan))
+    chooser.start()
+    assert looking.wait(30)
+    lab.measure()
+    measured.set()
+    chooser.join(30)
+    assert lab.chosen is None
+
+
+# -- training that does not go well -------------------------------------------------------------------------------
+
+
+def assert_as_plain(model: nn.Module, plain: nn.Module) -> None:
+    for trained, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert trained.untyped_storage().nbytes() == trained.nbytes
+        torch.testing.assert_close(trained, expected, equal_nan=True)
+
+
+def test_a_loss_that_is_not_a_number_trains_on_as_in_plain_pytorch() -> None:
+    model = small_model()
+    data = [*batches(1), (torch.full((MINIBATCH, 8), torch.nan), batches(1)[0][1]), *batches(1)]
+    lab = small_lab(model)
+    run = lab.launch(data, 3).wait(120)
+    lab.close()
+    assert [loss == loss for loss in run.losses] == [True, False, False]
+    assert_as_plain(model, plain_training(data))
+
+
+def test_data_that_fails_leaves_the_weights_of_the_step_before() -> None:
+    def failing() -> Iterator[Batch]:
+        yield from batches(2)
+        raise OSError("the disk is gone")
+
+    model = small_model()
+    lab = small_lab(model)
+    with pytest.raises(TrainingError, match="step 3 of 9: OSError: the disk is gone"):
+        lab.launch(failing(), 9).wait(120)
+    lab.close()
+    assert_as_plain(model, plain_training(batches(2)))
+
+
+def test_an_interrupt_stops_after_a_whole_step() -> None:
+    model, data = small_model(), batches(1)
+    lab = small_lab(model).prepare()
+    run = lab.launch(data, 100_000)
+    run.subscribe(lambda event: _thread.interrupt_main() if len(run.losses) == 3 else None)
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(120)
+    assert run.status is RunStatus.STOPPED
+    lab.close()
+    assert_as_plain(model, plain_training(data * len(run.losses)))
+
+
+def test_sparse_embeddings_train_as_in_plain_pytorch() -> None:
+    """Gradients are dense here; the optimizer computes the same with them."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Flatten(), nn.Linear(24, 5))
+
+    def sgd(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=0.1)
+
+    ours, plain = model(), model()
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(20, (MINIBATCH, 3), generator=generator), torch.randint(5, (MINIBATCH,), generator=generator)
+    lab = Lab(ours, batch, sgd(ours), loss_fn=cross_entropy, minibatch_size=MINIBATCH, machine=Machine.emulated(2))
+    lab.launch([batch], 3).wait(120)
+    lab.close()
+    optimizer = sgd(plain)
+    for _ in range(3):
+        optimizer.zero_grad()
+        cross_entropy(plain(batch[0]), batch[1]).backward()
+        optimizer.step()
+    assert_as_plain(ours, plain)

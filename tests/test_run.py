@@ -1,10 +1,12 @@
 """Run: steering and reporting, over a trainer that only counts."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -277,3 +279,61 @@ Run(Endless(), plan, ["aaaa"], 10**12, num_samples=len).start()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "closed"
+
+
+def test_a_listener_that_is_told_of_the_end_may_wait_for_it() -> None:
+    begin = threading.Event()
+    ends: list[RunStatus] = []
+    run = start(CountingTrainer(lambda number: begin.wait(30) and None), ["aaaa"], 2)
+    run.subscribe(lambda event: ends.append(run.wait(5).status) if event == "status" else None)
+    begin.set()
+    run.wait(30)
+    assert ends == [RunStatus.FINISHED]
+
+
+def test_a_listener_that_waits_for_its_own_run_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    begin = threading.Event()
+    run = start(CountingTrainer(lambda number: begin.wait(30) and None), ["aaaa"], 2)
+    run.subscribe(lambda event: run.wait() and None if event == "step" else None)
+    begin.set()
+    assert run.wait(30).status is RunStatus.FINISHED
+    assert "a listener cannot wait for the run that calls it" in caplog.text
+
+
+def test_a_run_that_gets_no_thread_has_failed_and_its_trainer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    trainer = CountingTrainer()
+    run = Run(trainer, PLAN, ["aaaa"], 3, num_samples=len)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            run.start()
+    assert run.status is RunStatus.FAILED
+    assert trainer.closed == 1
+    run.stop()
+    with pytest.raises(TrainingError, match="can't start"):
+        run.wait(30)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_is_over_holds_neither_trainer_nor_data_nor_listeners(fails: bool) -> None:
+    class Data(list[str]):
+        pass
+
+    def during(number: int) -> None:
+        if fails and number == 1:
+            raise ValueError("broken")
+
+    trainer, data = CountingTrainer(during), Data(["aaaa"])
+    run = Run(trainer, PLAN, data, 3, num_samples=len)
+    view = CountingTrainer()
+    run.subscribe(lambda event, seen=view: None)  # type: ignore[misc]
+    watched = [weakref.ref(thing) for thing in (trainer, data, view)]
+    run.start()
+    run.stop()
+    del trainer, data, view
+    gc.collect()
+    assert [reference() for reference in watched] == [None, None, None]
+    assert run.predicted is EMPTY

@@ -1,5 +1,6 @@
 """A layer made of modules: called one after another with the state that the layer is given."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -40,6 +41,10 @@ class LossCount:
     class_weight: torch.Tensor | None = None
 
 
+_one_at_a_time = threading.Lock()
+"""A functional call lends tensors to a module for its time, so two devices must not call at once."""
+
+
 class ModulesFunction:
     """A ``LayerFunction`` that calls modules one after another; the last layer's also calls the loss."""
 
@@ -66,7 +71,8 @@ class ModulesFunction:
         given = [*inputs, *batch[: self.num_input_batch]]
         if self.clones_inputs:
             given = [tensor.clone() for tensor in given]
-        with PerSampleRandomness(call, self.random_ops) if self.random_ops else nullcontext():
+        randomness = PerSampleRandomness(call, self.random_ops) if self.random_ops else nullcontext()
+        with _one_at_a_time, randomness:
             value = self.run(parameters, buffers, self.inputs.build(given), batch[self.num_input_batch :])
         return (
             (value,) if self.outputs is None else tuple(self.outputs.match(value, f"the output of {self.group.name}"))

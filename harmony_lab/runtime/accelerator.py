@@ -14,11 +14,9 @@ from harmony_lab.errors import HarmonyError
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.program import Stream
 from harmony_lab.runtime.backend import Copy
+from harmony_lab.runtime.reduction import Shard, Traffic, sum_shards
 
 __all__ = ["AcceleratorBackend"]
-
-_CHUNK = 1 << 20
-"""Elements that a reduction holds at once on top of the gradients: small enough for the margin kept beside a budget."""
 
 
 class AcceleratorBackend:
@@ -72,36 +70,23 @@ class AcceleratorBackend:
     def transfer(self, copies: Sequence[Copy]) -> None:
         with torch.no_grad():
             for copy in copies:
-                staged = HOST not in (copy.source, copy.destination) and (
-                    (copy.source, copy.destination) not in self._direct
-                )
                 for to, source in copy.pairs:
-                    to.copy_(source.cpu() if staged else source, non_blocking=True)
+                    to.copy_(self._reachable(copy.source, copy.destination, source), non_blocking=True)
         _wait_for(torch.cuda.current_stream())
 
-    def reduce(self, device: int, shards: Sequence[Sequence[Tensor]], traffic: Sequence[tuple[int, int, int]]) -> None:
-        here = self.torch_device(device)
-        with torch.no_grad():
-            for parts in zip(*shards, strict=True):
-                for chunks in zip(*(part.split(_CHUNK) for part in parts), strict=True):
-                    total = self._fetch(chunks[0], here).clone()
-                    for chunk in chunks[1:]:
-                        total += self._fetch(chunk, here)
-                    for chunk in chunks:
-                        chunk.copy_(total if self._reach(here, chunk.device) else total.cpu())
+    def reduce(self, device: int, shards: Sequence[Shard]) -> Traffic:
+        moved = sum_shards(device, shards, self._reachable)
         _wait_for(torch.cuda.current_stream())
+        return moved
 
     def released(self, tensors: Iterable[Tensor]) -> None:
         pass
 
     # -- peers ----------------------------------------------------------------------------------------------------
 
-    def _fetch(self, tensor: Tensor, here: torch.device) -> Tensor:
-        return tensor.to(here) if self._reach(tensor.device, here) else tensor.cpu().to(here)
-
-    def _reach(self, source: torch.device, destination: torch.device) -> bool:
-        index = {self.torch_device(device): device for device in range(self._machine.num_devices)}
-        return source == destination or (index[source], index[destination]) in self._direct
+    def _reachable(self, source: int, destination: int, tensor: Tensor) -> Tensor:
+        """The tensor itself, or a copy in host memory where its device cannot send to ``destination``."""
+        return tensor if HOST in (source, destination) or (source, destination) in self._direct else tensor.cpu()
 
     def _copies_right(self, source: int, destination: int) -> bool:
         """Whether data survives the way: between some consumer cards peer copies arrive as zeros, without an error."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from harmony_lab.program import Stream, TensorKind
+from harmony_lab.runtime.reduction import Shard, Traffic
 
 __all__ = ["Backend", "Copy", "StepAborted"]
 
@@ -55,10 +56,10 @@ class Backend(Protocol):
     def transfer(self, copies: Sequence[Copy]) -> None:
         """Copy over the links."""
 
-    def reduce(self, device: int, shards: Sequence[Sequence[Tensor]], traffic: Sequence[tuple[int, int, int]]) -> None:
-        """Leave the sum of shards, one per device in the given order, in all of them.  A shard is a list of tensors.
+    def reduce(self, device: int, shards: Sequence[Shard]) -> Traffic:
+        """Leave the sum of shards, added in the given order, in all of them; ``device`` does the work.
 
-        ``traffic``: (source, destination, bytes) of what this moves to and from ``device``, which does the work.
+        Returns what was copied, to the byte.
         """
 
     def released(self, tensors: Iterable[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """BufferUpdates: what forward wrote to buffers such as BatchNorm's statistics, merged over devices after a step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from harmony_lab.errors import ProgramError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.program import OpKind, Program, TensorKind
 
-__all__ = ["BufferUpdates"]
+__all__ = ["BufferUpdates", "check_buffers"]
 
 
 class BufferUpdates:
@@ -19,16 +19,13 @@ class BufferUpdates:
 
     Each microbatch maps a buffer b to d·b + f(microbatch).  A device that starts from r0 and runs k microbatches ends
     with d^k·r0 + F, so running its microbatches after others that led to r gives d^k·(r - r0) + (its version).
-
-    Raises ``ProgramError`` where a program would update a buffer in a way that cannot be merged.
     """
 
     def __init__(self, program: Program, layers: LayerSequence) -> None:
         self._program = program
         self._layers = layers
         self._versions: dict[str, dict[int, Tensor]] = {}
-        if any(layer.updated_buffers for layer in layers.layers):
-            self._refuse_unmergeable()
+        self.written = not any(layer.updated_buffers for layer in layers.layers)
 
     def add(self, device: int, pack: tuple[int, int], buffers: Mapping[str, Tensor]) -> None:
         """A device's buffers after its microbatches of a pack, in host memory."""
@@ -36,49 +33,74 @@ class BufferUpdates:
             self._versions.setdefault(name, {})[device] = buffers[name]
 
     def apply(self) -> None:
-        """Write the merged versions."""
+        """Write the merged versions: all of them, or none where merging fails."""
         order = _device_order(self._program)
         with torch.no_grad():
-            for name, versions in self._versions.items():
-                first, *others = sorted(versions, key=order.__getitem__)
-                merged = versions[first]
-                target = self._layers.tensors[name]
-                for device in others:
-                    decay = self._layers.buffer_decay[name]
-                    assert decay is not None
-                    change = merged - target
-                    if decay != 1.0:
-                        change = change * decay ** self._num_microbatches(device, name)
-                    merged = change + versions[device]
-                target.copy_(merged)
+            merged = {
+                name: self._merge(name, sorted(versions, key=order.__getitem__))
+                for name, versions in self._versions.items()
+            }
+            for name, value in merged.items():
+                self._layers.tensors[name].copy_(value)
+        self.written = True
+
+    def _merge(self, name: str, devices: Sequence[int]) -> Tensor:
+        versions, before = self._versions[name], self._layers.tensors[name]
+        merged = versions[devices[0]]
+        for device in devices[1:]:
+            decay = self._layers.buffer_decay[name]
+            assert decay is not None
+            change = merged - before
+            if decay != 1.0:
+                change = change * decay ** self._num_microbatches(device, name)
+            merged = change + versions[device]
+        return merged
 
     def _num_microbatches(self, device: int, name: str) -> int:
-        (layer,) = (i for i, layer in enumerate(self._layers.layers) if name in layer.updated_buffers)
+        layer = _updating_layers(self._layers, name)[0]
         return sum(
             op.kind is OpKind.FORWARD and op.device == device and op.layers[0] <= layer < op.layers[1]
             for op in self._program.ops
         )
 
-    def _refuse_unmergeable(self) -> None:
-        devices: dict[str, list[int]] = {}
-        for op in self._program.ops:
-            if op.kind is OpKind.SWAP_OUT:
-                for block in (self._program.blocks[index] for index in op.reads):
-                    if block.kind is TensorKind.BUFFER:
-                        for name in self._layers.updated_buffers_of(*block.layers):
-                            devices.setdefault(name, []).append(op.device)
-        violations = []
-        for name, used in devices.items():
-            if len(set(used)) < len(used):
-                violations.append(
-                    f"buffer {name!r} is updated by several packs or groups on device {used[0]} in one iteration"
-                )
-            if len(used) > 1 and self._layers.buffer_decay.get(name) is None:
-                violations.append(
-                    f"buffer {name!r} depends on the order of microbatches, and several devices update it"
-                )
-        if violations:
-            raise ProgramError("this program updates buffers in a way that cannot be merged", violations)
+
+def check_buffers(program: Program, layers: LayerSequence) -> None:
+    """Raises ``ProgramError`` where a program would update a buffer in a way that cannot be merged."""
+    devices: dict[str, list[int]] = {}
+    violations: dict[str, None] = {}
+    for device, pack in _buffer_moves(program):
+        for name in layers.updated_buffers_of(*pack):
+            devices.setdefault(name, []).append(device)
+            updating = _updating_layers(layers, name)
+            if not all(pack[0] <= layer < pack[1] for layer in updating):
+                names = ", ".join(f"{layer} ({layers.layers[layer].name})" for layer in updating)
+                violations[
+                    f"buffer {name!r} is updated by layers {names}, which are not all in one pack, so microbatches "
+                    "would not update it in their order: choose packs that hold these layers together, or give each "
+                    "place a module of its own"
+                ] = None
+    for name, used in devices.items():
+        if len(set(used)) < len(used):
+            violations[
+                f"buffer {name!r} is updated by several packs or groups on device {used[0]} in one iteration"
+            ] = None
+        if len(used) > 1 and layers.buffer_decay.get(name) is None:
+            violations[f"buffer {name!r} depends on the order of microbatches, and several devices update it"] = None
+    if violations:
+        raise ProgramError("this program updates buffers in a way that cannot be merged", list(violations))
+
+
+def _buffer_moves(program: Program) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(device, pack) of every swap-out of buffers."""
+    for op in program.ops:
+        if op.kind is OpKind.SWAP_OUT:
+            for block in (program.blocks[index] for index in op.reads):
+                if block.kind is TensorKind.BUFFER:
+                    yield op.device, block.layers
+
+
+def _updating_layers(layers: LayerSequence, name: str) -> list[int]:
+    return [index for index, layer in enumerate(layers.layers) if name in layer.updated_buffers]
 
 
 def _device_order(program: Program) -> dict[int, int]:

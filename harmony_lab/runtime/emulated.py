@@ -10,6 +10,7 @@ from harmony_lab.machine import HOST, Machine
 from harmony_lab.program import Stream
 from harmony_lab.runtime.backend import Copy
 from harmony_lab.runtime.links import EmulatedLinks
+from harmony_lab.runtime.reduction import Shard, Traffic, sum_shards
 
 __all__ = ["EmulatedBackend", "poison"]
 
@@ -55,13 +56,13 @@ class EmulatedBackend:
                 for to, source in copy.pairs:
                     to.copy_(source)
 
-    def reduce(self, device: int, shards: Sequence[Sequence[Tensor]], traffic: Sequence[tuple[int, int, int]]) -> None:
-        with self._links.carrying(traffic), torch.no_grad():
-            for total, *others in zip(*shards, strict=True):
-                for part in others:
-                    total.add_(part)
-                for part in others:
-                    part.copy_(total)
+    def reduce(self, device: int, shards: Sequence[Shard]) -> Traffic:
+        sizes = [(shard.device, sum(part.nbytes for part in shard.parts)) for shard in shards]
+        peers = [(peer, num_bytes) for peer, num_bytes in sizes if peer != device]
+        gathered = [(peer, device, num_bytes) for peer, num_bytes in peers]
+        spread = [(device, peer, num_bytes) for peer, num_bytes in peers]
+        with self._links.carrying(gathered + spread):
+            return sum_shards(device, shards, lambda source, destination, tensor: tensor)
 
     def released(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

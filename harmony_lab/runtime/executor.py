@@ -43,7 +43,7 @@ class Executor:
         try:
             self._workers.run(job)
         except KeyboardInterrupt as interrupt:
-            interrupt.add_note(_state_of_weights(step))
+            interrupt.add_note(step.describe_changes())
             raise
         if job.failure is not None:
             raise _error(job.failure, step) from job.failure.error
@@ -66,12 +66,4 @@ class Executor:
 
 def _error(failure: Failure, step: Step) -> TrainingError:
     what = f"{type(failure.error).__name__}: {failure.error}"
-    return TrainingError(f"this step stopped at {failure.where}: {what}\n{_state_of_weights(step)}")
-
-
-def _state_of_weights(step: Step) -> str:
-    half = f" The update of layers {step.updating[0]}:{step.updating[1]} may be incomplete." if step.updating else ""
-    if not step.updated and not half:
-        return "No weights were updated: training can go on from where it was."
-    done = ", ".join(f"{start}:{stop}" for start, stop in step.updated) or "none"
-    return f"Weights of these layers were already updated in this step: {done}.{half} Others were not."
+    return TrainingError(f"this step stopped at {failure.where}: {what}\n{step.describe_changes()}")

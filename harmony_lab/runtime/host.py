@@ -1,7 +1,7 @@
 """HostStore: the user's own parameters, gathered into one arena so that a pack is one transfer."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from harmony_lab.units import format_bytes
 __all__ = ["HostStore"]
 
 _log = logging.getLogger("harmony_lab")
+_SHOWN_NAMES = 8
 
 
 class _Run(NamedTuple):
@@ -42,6 +43,7 @@ class HostStore:
         self._whole = layouts.of(TensorKind.WEIGHT, (0, len(layers)))
         _refuse_off_host(layers)
         _refuse_overlaps((piece.name, layers.tensors[piece.name]) for piece in self._whole.pieces)
+        _refuse_changed_training(layers)
         self._arena = torch.empty(self._whole.num_bytes, dtype=torch.uint8)
         with torch.no_grad():
             for name, view in self._whole.views(self._arena).items():
@@ -61,7 +63,10 @@ class HostStore:
             )
 
     def check_in_place(self) -> None:
-        """Raises ``TrainingError`` where somebody has given a parameter another storage since the store was opened."""
+        """Raises ``HarmonyError`` where somebody has given a parameter another storage since the store was opened, or
+        another ``requires_grad`` since the model was decomposed.
+        """
+        _refuse_changed_training(self._layers)
         start = self._arena.data_ptr()
         for piece in self._whole.pieces:
             if self._layers.tensors[piece.name].data_ptr() != start + piece.offset and piece.num_bytes:
@@ -121,6 +126,23 @@ def _refuse_off_host(layers: LayerSequence) -> None:
             f"{len(elsewhere)} of the model's parameters and buffers are not in host memory, {elsewhere[0]!r} is on "
             f"{device}: call model.cpu() before training; packs move to the devices when their turn comes"
         )
+
+
+def _refuse_changed_training(layers: LayerSequence) -> None:
+    changed = [name for name, spec in layers.state.items() if layers.tensors[name].requires_grad != spec.trainable]
+    if changed:
+        frozen = [name for name in changed if layers.state[name].trainable]
+        thawed = [name for name in changed if not layers.state[name].trainable]
+        what = [f"{_listed(names)} {verb}" for names, verb in ((frozen, "frozen"), (thawed, "made trainable")) if names]
+        raise HarmonyError(
+            f"requires_grad was changed after the model was decomposed: {'; '.join(what)}. What gets a "
+            "gradient was settled then: decompose the model again, or make a new Lab"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_SHOWN_NAMES]))
+    return shown if len(names) <= _SHOWN_NAMES else f"{shown} and {len(names) - _SHOWN_NAMES} more"
 
 
 def _refuse_overlaps(parameters: Iterable[tuple[str, Tensor]]) -> None:

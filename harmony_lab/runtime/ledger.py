@@ -46,17 +46,16 @@ class Ledger:
         Where it exceeds the budget: counts nothing and raises ``DeviceMemoryError``, naming ``purpose`` (an op).
         """
         with self._lock:
-            fits = self._total + num_bytes <= self.budget_bytes
-            if fits:
+            if self._total + num_bytes <= self.budget_bytes:
                 self._change(kind, num_bytes)
-            in_use = self._total
-            summary = ", ".join(f"{kind} {count}" for kind, count in self._alive.items() if count)
-        if not fits:
-            raise DeviceMemoryError(
-                f"{self.name}: {purpose} needs {num_bytes} more bytes for {kind}, but {in_use} of the budget of "
-                f"{self.budget_bytes} bytes ({format_bytes(self.budget_bytes)}) are in use ({summary or 'nothing'}). "
-                "Choose smaller packs or microbatches, or profile again if the model has changed"
-            )
+                return
+            alive = {kind: count for kind, count in self._alive.items() if count}
+        summary = ", ".join(f"{kind} {count}" for kind, count in alive.items())
+        raise DeviceMemoryError(
+            f"{self.name}: {purpose} needs {num_bytes} more bytes for {kind}, but {sum(alive.values())} of the budget "
+            f"of {self.budget_bytes} bytes ({format_bytes(self.budget_bytes)}) are in use ({summary or 'nothing'}). "
+            "Choose smaller packs or microbatches, or profile again if the model has changed"
+        )
 
     def released(self, kind: TensorKind, num_bytes: int) -> None:
         with self._lock:

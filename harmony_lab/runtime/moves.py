@@ -1,7 +1,6 @@
 """Moves: which tensors an op copies from where to where.  Builds lists of copies; the backend carries them out."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +12,9 @@ from harmony_lab.runtime.backend import Copy
 from harmony_lab.runtime.blocks import Blocks, Values
 from harmony_lab.runtime.host import HostStore
 from harmony_lab.runtime.layout import Layouts
+from harmony_lab.runtime.reduction import Shard
 
-__all__ = ["Reduction", "batch_slice", "receive", "reduction", "swap_in", "swap_out"]
+__all__ = ["batch_slice", "receive", "shards", "swap_in", "swap_out"]
 
 _FLAT = (TensorKind.WEIGHT, TensorKind.BUFFER, TensorKind.GRADIENT)
 _Pairs = list[tuple[Tensor, Tensor]]
@@ -123,24 +123,16 @@ def _duplicate(source: int, destination: int, op: Op, program: Program, blocks: 
     return [(values[name], tensor) for name, tensor in given.items()]
 
 
-class Reduction(NamedTuple):
-    """One shard of a pack's gradients: on each device, as lists of typed tensors; and what summing it moves."""
-
-    shards: list[list[Tensor]]
-    traffic: list[tuple[int, int, int]]
-
-
-def reduction(op: Op, program: Program, blocks: Blocks, layouts: Layouts) -> Reduction:
-    """The shard that this op's device sums up."""
+def shards(op: Op, program: Program, blocks: Blocks, layouts: Layouts) -> list[Shard]:
+    """The part of a pack's gradients that this op's device sums up, on every device."""
     parts = [program.blocks[index] for index in op.reads]
     rank = next(i for i, block in enumerate(parts) if block.device == op.device)
     start, stop = shard_bounds(parts[rank].num_bytes, len(parts), rank)
     layout = layouts.of(TensorKind.GRADIENT, parts[rank].layers)
-    shards = [layout.spans(blocks.flat(index).memory, start, stop) for index in op.reads]
-    num_bytes = sum(part.nbytes for part in shards[rank])
-    peers = [block.device for block in parts if block.device != op.device]
-    traffic = [(peer, op.device, num_bytes) for peer in peers] + [(op.device, peer, num_bytes) for peer in peers]
-    return Reduction(shards, traffic)
+    return [
+        Shard(block.device, layout.spans(blocks.flat(index).memory, start, stop))
+        for index, block in zip(op.reads, parts, strict=True)
+    ]
 
 
 def _cut(tensor: Tensor, spec: TensorSpec, samples: tuple[int, int], wanted: tuple[int, int]) -> Tensor:

@@ -13,6 +13,7 @@ from harmony_lab.machine import Backend as DeviceKind
 from harmony_lab.machine import Machine
 from harmony_lab.program import Program
 from harmony_lab.runtime.backend import Backend
+from harmony_lab.runtime.buffers import check_buffers
 from harmony_lab.runtime.emulated import EmulatedBackend
 from harmony_lab.runtime.executor import Executor
 from harmony_lab.runtime.host import HostStore
@@ -32,8 +33,8 @@ class Runner:
     """Trains the user's own parameters with the user's own optimizer.  Close it, or use it as a context manager.
 
     ``lower(minibatch_size)`` gives the program for a minibatch of that size; it is asked once per size.  ``seed`` and
-    the number of the step decide random masks (``step_seed``).  ``chaos_seed``: see ``Executor``.  May be used from any
-    thread, one step at a time, and after an error.
+    the number of the step decide random masks (``step_seed``); ``first_step``: that of the first, for training that
+    goes on.  ``chaos_seed``: see ``Executor``.  May be used from any thread, one step at a time, and after an error.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Runner:
         lower: Callable[[int], Program],
         *,
         seed: int = 0,
+        first_step: int = 0,
         chaos_seed: int | None = None,
     ) -> None:
-        self.step_count = 0
+        self.step_count = first_step
         self.last_trace: Trace | None = None
         self._layers = layers
         self._lower = lower
@@ -108,7 +110,9 @@ class Runner:
     def _program(self, minibatch_size: int) -> Program:
         program = self._programs.get(minibatch_size)
         if program is None:
-            program = self._programs[minibatch_size] = self._lower(minibatch_size)
+            program = self._lower(minibatch_size)
+            check_buffers(program, self._layers)
+            self._programs[minibatch_size] = program
         return program
 
     def _refuse_other_sizes(self, sizes: dict[str, int]) -> None:

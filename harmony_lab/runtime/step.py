@@ -20,6 +20,7 @@ from harmony_lab.runtime.layout import Layouts
 from harmony_lab.runtime.ledger import Ledger
 from harmony_lab.runtime.losses import Losses
 from harmony_lab.runtime.optimizer import PackOptimizer
+from harmony_lab.runtime.progress import UpdateProgress
 
 __all__ = ["Minibatch", "Step", "Training"]
 
@@ -61,8 +62,7 @@ class Step:
         self._buffers = BufferUpdates(program, training.layers)
         self._losses = Losses(program, training.layers, minibatch.tensors)
         self._moved: dict[int, list[tuple[int, int, TensorKind, int]]] = {}
-        self.updated: list[tuple[int, int]] = []
-        self.updating: tuple[int, int] | None = None
+        self._progress = UpdateProgress()
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
@@ -98,6 +98,12 @@ class Step:
         self._blocks.clear()
         if success:
             self._buffers.apply()
+
+    def describe_changes(self) -> str:
+        """What this step has changed of the model by now."""
+        unwritten = self._progress.any and not self._buffers.written
+        kept = " Buffers, such as running statistics, are as they were before this step." if unwritten else ""
+        return f"{self._progress}{kept}"
 
     @property
     def loss(self) -> float:
@@ -202,16 +208,13 @@ class Step:
                 gradients[name], *others = found
                 for other in others:
                     gradients[name].add_(other)
-        self.updating = op.layers
-        self._optimizer.step(gradients)
-        self.updating = None
-        self.updated.append(op.layers)
+        with self._progress.updating(op.layers):
+            self._optimizer.step(gradients)
 
     def _reduce(self, index: int, op: Op) -> None:
-        reduction = moves.reduction(op, self._program, self._blocks, self._layouts)
-        self._backend.reduce(op.device, reduction.shards, reduction.traffic)
-        kind = TensorKind.GRADIENT
-        self._moved[index] = [(source, to, kind, num_bytes) for source, to, num_bytes in reduction.traffic]
+        shards = moves.shards(op, self._program, self._blocks, self._layouts)
+        moved = self._backend.reduce(op.device, shards)
+        self._moved[index] = [(source, to, TensorKind.GRADIENT, num_bytes) for source, to, num_bytes in moved]
 
     def _swap_out(self, index: int, op: Op) -> None:
         copies, buffers = moves.swap_out(op, self._program, self._blocks, self._layouts)

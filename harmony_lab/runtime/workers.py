@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from harmony_lab.errors import TrainingError
 from harmony_lab.machine import HOST
 from harmony_lab.program import Op, Program, Stream
 from harmony_lab.runtime.backend import StepAborted
@@ -21,6 +22,7 @@ __all__ = ["Job", "Workers"]
 
 _Key = tuple[int, Stream]
 _Inbox: TypeAlias = "SimpleQueue[Job | None]"
+_Entered: TypeAlias = SimpleQueue[Failure | None]
 _LONGEST_DELAY_S = 2e-3
 _INTERRUPT_CHECK_S = 0.1
 """An interrupt that no signal brings (a kernel's message) is noticed when the main thread runs Python code."""
@@ -131,25 +133,38 @@ class Workers:
         self._enter = enter
         self._threads: dict[_Key, threading.Thread] = {}
         self._inboxes: dict[_Key, _Inbox] = {}
-        self._dismiss = weakref.finalize(self, _dismiss, self._inboxes)
+        weakref.finalize(self, _dismiss, self._inboxes)
 
     def prepare(self, program: Program) -> None:
-        """Start the threads that are missing."""
+        """Start the threads that are missing.  Where one cannot start, all end and its error is raised."""
         missing = [key for key in program.queues if key not in self._threads]
         if not missing:
             return
         num_threads = torch.get_num_threads()
-        for key in missing:
-            device, stream = key
-            name = f"harmony-{'host' if device == HOST else f'd{device}'}.{stream}"
-            inbox: _Inbox = SimpleQueue()
-            entered = threading.Event()
-            arguments = (self._enter, key, inbox, entered)
-            thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
-            thread.start()
-            self._threads[key], self._inboxes[key] = thread, inbox
-            entered.wait()
-        torch.set_num_threads(num_threads)  # what a worker sets for itself also became the default of later threads
+        try:
+            for key in missing:
+                self._start(key)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            torch.set_num_threads(num_threads)  # what a worker sets for itself also became that of later threads
+
+    def _start(self, key: _Key) -> None:
+        device, stream = key
+        name = f"{'host' if device == HOST else f'd{device}'}.{stream}"
+        inbox: _Inbox = SimpleQueue()
+        entered: _Entered = SimpleQueue()
+        arguments = (self._enter, key, inbox, entered)
+        thread = threading.Thread(target=_serve, args=arguments, name=f"harmony-{name}", daemon=True)
+        thread.start()
+        self._threads[key], self._inboxes[key] = thread, inbox
+        failure = entered.get()
+        if failure is not None:
+            raise TrainingError(
+                f"the thread for {name} could not start: {type(failure.error).__name__}: {failure.error}. "
+                "No weights were updated: training can go on from where it was."
+            ) from failure.error
 
     def run(self, job: Job) -> None:
         """Run a job to its end.  ``KeyboardInterrupt`` here aborts it, and is raised once all threads are idle."""
@@ -176,15 +191,20 @@ class Workers:
 
     def close(self) -> None:
         """Join all threads."""
-        self._dismiss()
+        _dismiss(self._inboxes)
         for thread in self._threads.values():
             thread.join()
         self._threads.clear()
+        self._inboxes.clear()
 
 
-def _serve(enter: Callable[[int, Stream], None], key: _Key, inbox: _Inbox, entered: threading.Event) -> None:
-    enter(*key)
-    entered.set()
+def _serve(enter: Callable[[int, Stream], None], key: _Key, inbox: _Inbox, entered: _Entered) -> None:
+    try:
+        enter(*key)
+    except BaseException as error:
+        entered.put(capture("entering", error))
+        return
+    entered.put(None)
     while (job := inbox.get()) is not None:
         job.work(key)
         del job

@@ -10,6 +10,7 @@ from harmony_lab.machine import HOST, Machine
 from harmony_lab.program import Stream, TensorKind
 from harmony_lab.runtime.backend import Copy, StepAborted
 from harmony_lab.runtime.emulated import EmulatedBackend, poison
+from harmony_lab.runtime.reduction import Shard
 
 SIZE = 100_000
 
@@ -105,7 +106,9 @@ def test_a_reduction_leaves_the_sum_on_every_device() -> None:
     backend = EmulatedBackend(Machine.emulated(3))
     parts = [torch.full((4,), float(i)) for i in (1, 2, 3)]
     others = [torch.full((2,), i, dtype=torch.float64) for i in (10, 20, 30)]
-    backend.reduce(1, [list(pair) for pair in zip(parts, others, strict=True)], [(0, 1, 32), (1, 0, 32)])
+    shards = [Shard(device, pair) for device, pair in zip((2, 1, 0), zip(parts, others, strict=True), strict=True)]
+    moved = backend.reduce(1, shards)
+    assert sorted(moved) == [(0, 1, 32), (1, 0, 32), (1, 2, 32), (2, 1, 32)]
     assert all((part == 6).all() for part in parts)
     assert all((part == 60).all() for part in others)
 

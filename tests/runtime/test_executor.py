@@ -15,7 +15,8 @@ from small_layers import build, layer, mlp
 from harmony_lab.errors import DeviceMemoryError, HarmonyError, ProgramError, TrainingError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
-from harmony_lab.program import OpKind, Program, TensorKind
+from harmony_lab.program import OpKind, Program, Stream, TensorKind
+from harmony_lab.runtime.emulated import EmulatedBackend
 from harmony_lab.runtime.runner import Runner
 from harmony_lab.trace import Origin
 
@@ -395,3 +396,42 @@ def test_buffers_that_one_device_updates_twice_in_a_step_are_refused(runner: Cal
     assert Program.parse(ONE_PACK + out).ops[7].kind is OpKind.SWAP_OUT
     with pytest.raises(ProgramError, match="'statistics' is updated by several packs or groups on device 0"):
         runner(layers, ONE_PACK + out).step(layers.example_batch)
+
+
+def test_an_error_while_a_thread_starts_arrives_and_leaves_no_thread(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: EmulatedBackend, device: int, stream: Stream) -> None:
+        torch.set_num_threads(1)
+        if stream is Stream.SWAP_OUT:
+            raise OSError("no such device")
+
+    layers = mlp(**SHAPE)
+    num_threads = torch.get_num_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(EmulatedBackend, "enter_worker", failing)
+        trained = runner(layers)
+        for _ in range(2):
+            with pytest.raises(
+                TrainingError, match=r"thread for d0\.swap_out could not start: OSError: no such device"
+            ):
+                trained.step(layers.example_batch)
+            assert not worker_threads()
+    assert torch.get_num_threads() == num_threads
+
+
+def test_threads_can_be_started_after_one_could_not(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = mlp(**SHAPE)
+    trained = runner(layers)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            trained.step(layers.example_batch)
+    trained.step(layers.example_batch)
+    assert worker_threads()
+
+
+def _no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

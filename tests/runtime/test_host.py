@@ -103,3 +103,25 @@ def test_two_parameters_over_one_memory_are_refused() -> None:
     alias = layers.tensors["0.weight"].detach().requires_grad_()
     with pytest.raises(HarmonyError, match="two Parameter objects over the same memory"):
         opened(replace(layers, tensors={**layers.tensors, "1.weight": alias}))
+
+
+def test_parameters_frozen_since_decomposition_are_named_with_the_cure() -> None:
+    layers = mlp()
+    store, _ = opened(layers)
+    store.check_in_place()
+    layers.tensors["1.weight"].requires_grad_(False)
+    layers.tensors["1.bias"].requires_grad_(False)
+    message = r"'1\.weight', '1\.bias' frozen\. .*decompose the model again, or make a new Lab"
+    with pytest.raises(HarmonyError, match=message):
+        store.check_in_place()
+    store.close()
+    with pytest.raises(HarmonyError, match=message):
+        opened(layers)
+    assert layers.tensors["0.weight"].untyped_storage().nbytes() == layers.tensors["0.weight"].nbytes
+
+
+def test_parameters_made_trainable_since_decomposition_are_named() -> None:
+    layers = mlp()
+    spec = replace(layers.state["0.bias"], trainable=False)
+    with pytest.raises(HarmonyError, match=r"'0\.bias' made trainable"):
+        opened(replace(layers, state={**layers.state, "0.bias": spec}))

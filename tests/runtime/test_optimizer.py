@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_layers import mlp
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import LayerSequence
@@ -67,3 +68,118 @@ def test_optimizers_that_cannot_step_a_part_are_refused_by_name() -> None:
     for optimizer in (torch.optim.LBFGS(tensors), torch.optim.SparseAdam(tensors), Sharp(tensors, lr=1.0)):
         with pytest.raises(HarmonyError, match=f"{type(optimizer).__name__} cannot update a model pack by pack"):
             PackOptimizer(optimizer, layers)
+
+
+# -- coupling -----------------------------------------------------------------------------------------------------
+
+
+class Clipping(torch.optim.SGD):
+    """Clips by the norm of all gradients inside step()."""
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class ClippingAdam(torch.optim.Adam):
+    """The same, where the size of a gradient matters only against that of other steps."""
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class Decaying(torch.optim.Optimizer):
+    """Counts calls of step() once for all parameters."""
+
+    def __init__(self, params, lr=0.1):  # type: ignore[no-untyped-def]
+        super().__init__(params, {"lr": lr, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+        for group in self.param_groups:
+            group["calls"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["calls"])
+
+
+@pytest.mark.parametrize("kind", [Clipping, ClippingAdam, Decaying])
+def test_optimizers_that_couple_parameters_in_step_are_refused_by_name(kind: type[torch.optim.Optimizer]) -> None:
+    layers = mlp()
+    optimizer = kind(list(layers.tensors.values()), lr=1e-3)  # type: ignore[call-arg]
+    with pytest.raises(HarmonyError, match=f"{kind.__name__} cannot update .* depends on the others"):
+        PackOptimizer(optimizer, layers)
+
+
+class Noisy(torch.optim.SGD):
+    """Treats each parameter by itself, with a random number for each."""
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.add_(torch.randn_like(parameter))
+        return super().step(closure)
+
+
+class Named(torch.optim.SGD):
+    """Cannot be made of its defaults."""
+
+    def __init__(self, params, *, name, lr):  # type: ignore[no-untyped-def]
+        super().__init__(params, lr=lr)
+        self.name = name.upper()
+
+
+def test_trying_an_optimizer_leaves_it_and_the_random_state_as_they_were() -> None:
+    layers = mlp()
+    optimizer = Noisy(list(layers.tensors.values()), lr=0.1, momentum=0.9)
+    before, tensors = torch.get_rng_state(), {name: t.detach().clone() for name, t in layers.tensors.items()}
+    PackOptimizer(optimizer, layers)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not optimizer.state
+    assert all(torch.equal(tensor, layers.tensors[name].detach()) for name, tensor in tensors.items())
+
+
+def test_an_optimizer_that_cannot_be_tried_is_taken() -> None:
+    layers = mlp()
+    PackOptimizer(Named(list(layers.tensors.values()), name="mine", lr=0.1), layers)
+
+
+@pytest.mark.parametrize(
+    "name", ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}])
+def test_torchs_own_optimizers_are_taken(name: str, options: dict[str, bool]) -> None:
+    layers = mlp()
+    PackOptimizer(getattr(torch.optim, name)(list(layers.tensors.values()), **options), layers)
+
+
+# -- hooks --------------------------------------------------------------------------------------------------------
+
+
+def test_step_hooks_are_refused_with_their_name_also_when_they_come_later() -> None:
+    layers = mlp()
+    optimizer = torch.optim.SGD(list(layers.tensors.values()), lr=0.1)
+
+    def averaging(optimizer, args, kwargs):  # type: ignore[no-untyped-def]
+        pass
+
+    packed = PackOptimizer(optimizer, layers)
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        handle = register(averaging)
+        for refused in (packed.begin, lambda: PackOptimizer(optimizer, layers)):
+            with pytest.raises(HarmonyError, match=r"registered on SGD: .*averaging.*once per pack"):
+                refused()
+        handle.remove()
+        packed.begin()
+
+
+def test_hooks_on_all_optimizers_are_refused() -> None:
+    layers = mlp()
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        with pytest.raises(HarmonyError, match="registered on all optimizers"):
+            PackOptimizer(torch.optim.SGD(list(layers.tensors.values()), lr=0.1), layers)
+    finally:
+        handle.remove()

@@ -9,7 +9,7 @@ from plain_training import PlainTraining, any_size, planned
 from small_layers import build, layer, mlp
 from torch import Tensor
 
-from harmony_lab.errors import HarmonyError
+from harmony_lab.errors import HarmonyError, ProgramError, TrainingError
 from harmony_lab.layers import LayerCall, LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.runtime.runner import Runner, step_seed
@@ -162,20 +162,25 @@ def _averaging(parameters, buffers, inputs, batch, call: LayerCall):  # type: ig
     return (x * parameters[0],)
 
 
-def averaging() -> LayerSequence:
-    """Every layer keeps a running average of its inputs and counts its microbatches."""
+def averaging(*, shared: bool = False) -> LayerSequence:
+    """Every layer keeps a running average of its inputs and counts its microbatches; ``shared``: the first two keep the
+    same average.
+    """
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     layers = []
     for i in range(3):
-        buffers = (f"{i}.average", f"{i}.count")
+        buffers = ("0.average" if shared and i == 1 else f"{i}.average", f"{i}.count")
         tensors |= {f"{i}.scale": torch.randn(5, generator=generator).requires_grad_()}
-        tensors |= {buffers[0]: torch.randn(5, generator=generator), buffers[1]: torch.tensor(3)}
+        tensors.setdefault(buffers[0], torch.randn(5, generator=generator))
+        tensors[buffers[1]] = torch.tensor(3)
         state = {"parameters": (f"{i}.scale",), "buffers": buffers, "updated_buffers": buffers}
         read = {"inputs": (f"v{i - 1}",)} if i else {"batch_inputs": ("x",)}
         layers.append(layer(f"{i}", _averaging, kind=min(i, 1), outputs=(f"v{i}",), **state, **read))
     layers.append(layer("loss", _squared, kind=2, inputs=("v2",), outputs=("loss",)))
     decay = {f"{i}.{name}": value for i in range(3) for name, value in (("average", 0.9), ("count", 1.0))}
+    if shared:
+        decay["0.average"] = 0.9**2
     batch = {"x": torch.randn(8, 5, generator=generator)}
     return build(layers, tensors, batch, buffer_decay=decay)
 
@@ -281,3 +286,86 @@ def test_every_step_has_a_seed_of_its_own() -> None:
     seeds = {step_seed(seed, step) for seed in range(30) for step in range(30)}
     assert len(seeds) == 900
     assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_steps_count_on_from_the_first_and_with_them_the_masks() -> None:
+    def masked_by_seed(parameters, buffers, inputs, batch, call: LayerCall):  # type: ignore[no-untyped-def]
+        return ((batch[0] @ parameters[0] * (call.seed % 1009 + 1)).sum(1),)
+
+    layers = masked()
+    first = replace(layers.layers[0], function=masked_by_seed)
+    layers = replace(layers, layers=(first, layers.layers[1]))
+    still = torch.optim.SGD(trainable(layers), lr=0.0)
+
+    def losses(first_step: int, steps: int) -> list[float]:
+        program = planned(layers, machine(), "dp minibatch=8 forward=8[] backward=8[0:2] devices=0")
+        with Runner(layers, still, machine(), program, first_step=first_step) as runner:
+            found = [runner.step(layers.example_batch) for _ in range(steps)]
+            assert runner.step_count == first_step + steps
+        return found
+
+    whole = losses(0, 4)
+    assert len(set(whole)) == 4
+    assert losses(2, 2) == whole[2:]
+
+
+# -- buffers that several layers update ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp minibatch=8 forward=2[0:1,1:2] backward=2[0:2,2:4] devices=0",
+        "pp minibatch=8 forward=2[0:1,1:2] backward=2[0:2,2:4] devices=0,1",
+        "dp minibatch=8 forward=2[0:1,1:2] backward=2[0:2,2:4] devices=0,1",
+    ],
+)
+def test_a_buffer_that_layers_of_different_packs_update_is_refused_before_anything_runs(text: str) -> None:
+    layers = averaging(shared=True)
+    before = {name: tensor.detach().clone() for name, tensor in layers.tensors.items()}
+    with (
+        Runner(layers, adamw(trainable(layers)), machine(), planned(layers, machine(), text)) as runner,
+        pytest.raises(ProgramError, match=r"'0\.average' is updated by layers 0 \(0\), 1 \(1\)"),
+    ):
+        runner.step(layers.example_batch)
+    assert all(torch.equal(tensor.detach(), before[name]) for name, tensor in layers.tensors.items())
+
+
+@pytest.mark.parametrize("devices", ["0", "0,1"])
+def test_a_buffer_that_layers_of_one_pack_update_moves_in_the_order_of_microbatches(devices: str) -> None:
+    layers = averaging(shared=True)
+    expected = layers.tensors["0.average"].clone()
+    scale = layers.tensors["0.scale"].detach().clone()
+    for start in range(0, 8, 2):
+        x = layers.example_batch["x"][start : start + 2]
+        for value in (x, x * scale):
+            expected.mul_(0.9).add_(value.mean(0), alpha=0.1)
+    text = f"dp minibatch=8 forward=2[0:2] backward=2[0:2,2:4] devices={devices}"
+    with Runner(layers, adamw(trainable(layers)), machine(), planned(layers, machine(), text)) as runner:
+        runner.step(layers.example_batch)
+    torch.testing.assert_close(layers.tensors["0.average"], expected)
+
+
+def test_buffers_that_cannot_be_written_are_all_left_and_the_error_says_that_weights_were_updated() -> None:
+    layers = averaging()
+    before = {name: layers.tensors[name].clone() for name in layers.buffer_state}
+    text = "dp minibatch=8 forward=2[0:3] backward=2[0:3,3:4] devices=0,1"
+    program = planned(layers, machine(), text)
+    layers = replace(layers, buffer_decay=Unmergeable(layers.buffer_decay))
+    with (
+        Runner(layers, adamw(trainable(layers)), machine(), program) as runner,
+        pytest.raises(
+            TrainingError, match=r"end of the step.*no decay[^$]*already updated[^$]*Buffers.*before this step"
+        ),
+    ):
+        runner.step(layers.example_batch)
+    assert all(torch.equal(layers.tensors[name], value) for name, value in before.items())
+
+
+class Unmergeable(dict[str, float | None]):
+    """Fails for the last buffer when it is asked while merging."""
+
+    def __getitem__(self, name: str) -> float | None:
+        if name == "2.average":
+            raise ArithmeticError("no decay")
+        return super().__getitem__(name)
