@@ -25,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command: Callable[[argparse.Namespace, Console], int] = options.command
         return command(options, console)
-    except (HarmonyError, OSError) as error:
+    except OSError as error:
+        print(f"harmony-lab: {error.filename}: {error.strerror}", file=sys.stderr)
+        return _USER_ERROR
+    except HarmonyError as error:
         print(f"harmony-lab: {error}", file=sys.stderr)
         return _USER_ERROR
 

@@ -76,8 +76,8 @@ class Lab:
         layers: Sequence[Any] | None = None,
         seed: int = 0,
     ) -> None:
-        if minibatch_size < 1:
-            raise HarmonyError(f"minibatch_size must be at least 1, got {minibatch_size}")
+        if not isinstance(minibatch_size, int) or minibatch_size < 1:
+            raise HarmonyError(f"minibatch_size must be a whole number of at least 1, got {minibatch_size!r}")
         self.optimizer = optimizer
         self.minibatch_size = minibatch_size
         self.machine = machine if machine is not None else Machine.detect()
@@ -201,13 +201,13 @@ class Lab:
                 self.search(progress)
         return self
 
-    def preview(self, plan: Plan) -> Preview:
-        """Lower and simulate a plan, also one that does not fit; nothing is chosen."""
+    def preview(self, plan: Plan | str) -> Preview:
+        """Lower and simulate a plan or its text, also one that does not fit; nothing is chosen."""
         self._must_be_open("preview")
-        return preview(plan, self._profile or self.measure(), self.machine)
+        return preview(Plan.of(plan), self._profile or self.measure(), self.machine)
 
-    def choose(self, plan: Plan | int) -> Preview:
-        """Take that plan, or that rank of the last search (0 is the best), for the next launch.
+    def choose(self, plan: Plan | str | int) -> Preview:
+        """Take that plan (or its text), or that rank of the last search (0 is the best), for the next launch.
 
         A plan that does not fit can be looked at; ``launch`` refuses it.
         """

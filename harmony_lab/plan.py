@@ -176,6 +176,11 @@ class Plan:
         except ValueError as error:
             raise PlanError(f"this is not a plan: {text!r}", [f"{error}"]) from None
 
+    @classmethod
+    def of(cls, plan: "Plan | str") -> "Plan":
+        """The plan itself, or the one that a text describes."""
+        return cls.parse(plan) if isinstance(plan, str) else plan
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; ``from_json`` reads it back."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -289,6 +289,8 @@ class Run:
             self._note_size(number, task.num_samples(batch))
             begin = time.perf_counter()
             loss = task.trainer.step(batch)
+            if not math.isfinite(loss) and all(map(math.isfinite, self._losses)):
+                self._note(f"the loss became {loss} in step {number + 1}; weights from there on may be of no use")
             with self._changed:
                 self._losses.append(loss)
                 self._step_s.append(time.perf_counter() - begin)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["Trainer", "simulate"]
 
 
-def simulate(plan: Plan | Program, profile: Profile, machine: Machine) -> Trace:
-    """The predicted Trace of one iteration of a Plan or Program.
+def simulate(plan: Plan | Program | str, profile: Profile, machine: Machine) -> Trace:
+    """The predicted Trace of one iteration of a Plan, a plan's text or a Program.
 
     Raises ``PlanError`` where a plan does not suit the model, ``PlanDoesNotFitError`` where it does not fit the
     devices.
     """
-    program = plan if isinstance(plan, Program) else lower(plan, profile, machine)
+    program = plan if isinstance(plan, Program) else lower(Plan.of(plan), profile, machine)
     return run(program, profile, machine)
 
 
@@ -47,7 +47,7 @@ class Trainer:
         self,
         layers: LayerSequence,
         optimizer: "Optimizer",
-        plan: Plan,
+        plan: Plan | str,
         machine: Machine,
         *,
         profile: Profile | None = None,
@@ -58,6 +58,7 @@ class Trainer:
         from harmony_lab.profiler.measure import profile as measure
         from harmony_lab.runtime.runner import Runner
 
+        plan = Plan.of(plan)
         self.layers, self.plan, self.machine = layers, plan, machine
         if profile is None:
             profile = measure(layers, machine, optimizer, microbatch_sizes=_sizes_to_measure(plan, layers))

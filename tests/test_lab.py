@@ -406,6 +406,7 @@ def test_a_loss_that_is_not_a_number_trains_on_as_in_plain_pytorch() -> None:
     run = lab.launch(data, 3).wait(120)
     lab.close()
     assert [loss == loss for loss in run.losses] == [True, False, False]
+    assert run.notes == ("the loss became nan in step 2; weights from there on may be of no use",)
     assert_as_plain(model, plain_training(data))
 
 
@@ -456,3 +457,12 @@ def test_sparse_embeddings_train_as_in_plain_pytorch() -> None:
         cross_entropy(plain(batch[0]), batch[1]).backward()
         optimizer.step()
     assert_as_plain(ours, plain)
+
+
+def test_a_plan_may_be_given_as_its_text() -> None:
+    lab = small_lab(small_model())
+    lab.prepare()
+    assert lab.plan is not None
+    text = str(lab.plan.with_(prefetch=0))
+    assert lab.choose(text).plan == Plan.parse(text)
+    lab.close()

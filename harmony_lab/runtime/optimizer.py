@@ -29,6 +29,7 @@ class PackOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, layers: LayerSequence) -> None:
         name = type(optimizer).__name__
         _refuse_hooks(optimizer)
+        _refuse_other_models(optimizer, layers)
         reason = next((_REFUSED[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in _REFUSED), None)
         if reason is None and _needs_closure(optimizer):
             reason = "its step() needs a closure"
@@ -60,6 +61,17 @@ class PackOptimizer:
         finally:
             for parameter in parameters:
                 parameter.grad = None
+
+
+def _refuse_other_models(optimizer: torch.optim.Optimizer, layers: LayerSequence) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trainable = [layers.tensors[name] for name, spec in layers.state.items() if spec.trainable]
+    if trainable and not any(id(parameter) in held for parameter in trainable):
+        raise HarmonyError(
+            f"the optimizer ({type(optimizer).__name__}) holds none of the model's {len(trainable)} trainable "
+            "parameters, so nothing would be trained. It may be that of an older model: make one over this model's "
+            "parameters, optimizer(model.parameters(), ...)"
+        )
 
 
 def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:

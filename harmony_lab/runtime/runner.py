@@ -77,7 +77,7 @@ class Runner:
         """
         with self._one_at_a_time:
             if self._closed:
-                raise TrainingError("this Runner is closed: make a new one to train on")
+                raise TrainingError("this Trainer is closed: make a new one to train on")
             tensors, sizes = self._layers.flatten_batch(batch)
             self._refuse_other_sizes(sizes)
             program = self._program(sizes["batch"])

@@ -183,3 +183,10 @@ def test_hooks_on_all_optimizers_are_refused() -> None:
             PackOptimizer(torch.optim.SGD(list(layers.tensors.values()), lr=0.1), layers)
     finally:
         handle.remove()
+
+
+def test_an_optimizer_over_another_model_is_refused() -> None:
+    layers = mlp()
+    other = torch.nn.Linear(2, 2)
+    with pytest.raises(HarmonyError, match="holds none of the model's"):
+        PackOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), layers)
