@@ -236,7 +236,7 @@ class Lab:
         plan: Plan | None = None,
         **knobs: Any,
     ) -> Plan:
-        """``plan``, by default the chosen one, with packs balanced anew and other knobs; see ``preview.repacked``."""
+        """``plan``, by default the chosen one, with other numbers of packs and knobs; see ``preview.repacked``."""
         base = plan or self.plan or self.prepare().plan
         assert base is not None
         return repacked(

@@ -49,20 +49,26 @@ def repacked(
     num_backward_packs: int | None = None,
     **knobs: Any,
 ) -> Plan:
-    """``plan`` with packs balanced anew for these counts (by default its own), and other ``knobs`` of ``Plan``.
+    """``plan`` with so many packs, balanced in time, and other ``knobs`` of ``Plan``.
 
-    Counts beyond one layer per pack are taken as one layer per pack.  Raises ``PlanError`` for knobs that break
-    invariants.
+    Without a number packs stay as they are; forward packs that no longer end where the fused pack starts are balanced,
+    as many as they were.  Counts beyond one layer per pack are taken as one layer per pack.  Raises ``PlanError`` for
+    knobs that break invariants.
     """
     turned = plan.with_(**knobs)
-    count = len(plan.backward_packs) if num_backward_packs is None else num_backward_packs
-    backward = _packs(profile, len(profile), count, turned.backward_microbatch_size, forward=False)
-    fused = backward[-1].start
-    count = len(plan.forward_packs) if num_forward_packs is None else num_forward_packs
-    forward = _packs(profile, fused, count, turned.forward_microbatch_size, forward=True) if fused else ()
+    backward = turned.backward_packs
+    if num_backward_packs is not None:
+        size = turned.backward_microbatch_size
+        backward = _packs(profile, turned.num_layers, num_backward_packs, size, forward=False)
+    forward, fused = turned.forward_packs, backward[-1].start
+    if num_forward_packs is not None or fused != turned.fused_pack.start:
+        count = len(forward) if num_forward_packs is None else num_forward_packs
+        forward = _packs(profile, fused, count, turned.forward_microbatch_size, forward=True)
     return turned.with_(forward_packs=forward, backward_packs=backward)
 
 
 def _packs(profile: Profile, stop: int, count: int, microbatch_size: int, *, forward: bool) -> tuple[Pack, ...]:
-    count = max(1, min(count, stop))
-    return balanced_packs(profile, 0, stop, count, microbatch_size, forward=forward)
+    """The layers before ``stop`` in about ``count`` packs; none where there is no layer."""
+    if stop == 0:
+        return ()
+    return balanced_packs(profile, 0, stop, max(1, min(count, stop)), microbatch_size, forward=forward)

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from harmony_lab.program import TensorKind
-from harmony_lab.trace import MemoryTimeline, Trace
+from harmony_lab.trace import MemoryTimeline, Origin, Trace
+from harmony_lab.units import format_bytes
 
 __all__ = ["INCLUDED", "Footprint", "footprints"]
 
@@ -19,6 +20,7 @@ _Ints = npt.NDArray[np.int64]
 class Footprint(NamedTuple):
     """What one device's figure draws: ``num_bytes[i, k]`` of ``kinds[k]`` from ``times_s[i]`` to the next time."""
 
+    device: int
     times_s: _Floats
     kinds: tuple[TensorKind, ...]
     num_bytes: _Ints
@@ -30,15 +32,25 @@ class Footprint(NamedTuple):
     def over_budget(self) -> bool:
         return self.peak_bytes > self.budget_bytes
 
+    def words(self, trace: Trace) -> str:
+        """Peak and budget; another timing of the same program may peak higher, up to ``planner.check.peak_bytes``."""
+        name, budget = trace.machine.devices[self.device].name, format_bytes(self.budget_bytes)
+        where = "prediction" if trace.origin is Origin.PREDICTED else "measurement"
+        text = f"{name}: peak {format_bytes(self.peak_bytes)} of {budget} in this {where}"
+        return f"{text}: {format_bytes(self.peak_bytes - self.budget_bytes)} too much" if self.over_budget else text
+
 
 def footprints(trace: Trace, *, most_points: int, most_values: int) -> list[Footprint]:
-    """One per device, of at most ``most_points`` times, about ``most_values`` numbers for all devices and kinds."""
+    """One per device that holds anything (all, where none does), of at most ``most_points`` times, about
+    ``most_values`` numbers for all devices and kinds.
+    """
     curves = sum(len(_used(timeline)) for timeline in trace.memory)
     limit = max(_FEWEST, min(most_points, most_values // max(1, curves)))
     budgets = trace.program.budgets
+    used = [device for device, timeline in enumerate(trace.memory) if timeline.num_bytes.any()]
     return [
-        _footprint(timeline, trace.makespan_s, budget, limit)
-        for timeline, budget in zip(trace.memory, budgets, strict=True)
+        _footprint(trace.memory[device], device, trace.makespan_s, budgets[device], limit)
+        for device in used or range(len(trace.memory))
     ]
 
 
@@ -49,7 +61,7 @@ def _used(timeline: MemoryTimeline) -> _Ints:
     return np.array(sorted(used, key=lambda k: order.index(timeline.kinds[k])), dtype=np.int64)
 
 
-def _footprint(timeline: MemoryTimeline, makespan_s: float, budget: int, limit: int) -> Footprint:
+def _footprint(timeline: MemoryTimeline, device: int, makespan_s: float, budget: int, limit: int) -> Footprint:
     columns = _used(timeline)
     total = timeline.total_bytes
     peak = int(total.argmax()) if len(total) else 0
@@ -58,6 +70,7 @@ def _footprint(timeline: MemoryTimeline, makespan_s: float, budget: int, limit: 
     if len(kept) and times[-1] < makespan_s:  # the last step reaches to the end
         times, num_bytes = np.append(times, makespan_s), np.vstack([num_bytes, num_bytes[-1:]])
     return Footprint(
+        device=device,
         times_s=times,
         kinds=tuple(timeline.kinds[k] for k in columns),
         num_bytes=num_bytes,

@@ -1,6 +1,9 @@
 """Lanes: the rows and bars of a timeline, thinned where there are more than the eye can tell apart."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -8,7 +11,7 @@ import numpy.typing as npt
 
 from harmony_lab.figures.theme import label
 from harmony_lab.machine import HOST, Machine
-from harmony_lab.program import Op, OpKind, Program, Stream
+from harmony_lab.program import OpKind, Program, Stream
 from harmony_lab.trace import Trace
 
 __all__ = ["KINDS", "MOVING", "Lanes", "lanes", "stream_name", "stream_order", "thinned"]
@@ -16,6 +19,8 @@ __all__ = ["KINDS", "MOVING", "Lanes", "lanes", "stream_name", "stream_order", "
 KINDS: Final = tuple(OpKind)
 MOVING: Final = frozenset((OpKind.SWAP_IN, OpKind.SWAP_OUT, OpKind.SEND, OpKind.RECV, OpKind.ALL_REDUCE))
 _STREAMS: Final = tuple(Stream)
+_KIND_NUMBERS: Final = {kind: number for number, kind in enumerate(KINDS)}
+_STREAM_NUMBERS: Final = {stream: number for number, stream in enumerate(_STREAMS)}
 _FINEST: Final = 2000  # bars shorter than this share of the makespan may be drawn as one
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -58,39 +63,46 @@ def lanes(trace: Trace) -> Lanes:
 
     A SEND takes no time by itself: it is drawn while the RECV that names it runs.
     """
-    ops = trace.program.ops
-    drawn = [i for i, op in enumerate(ops) if op.kind is not OpKind.FREE and op.stream is not Stream.MEMORY]
-    keys = {_row_key(ops[i]) for i in drawn}
-    order = sorted(keys, key=stream_order)
-    rows = {key: position for position, key in enumerate(order)}
-    kinds = {kind: position for position, kind in enumerate(KINDS)}
-    source = _interval_sources(trace.program)
-    interval = [source.get(i, i) for i in drawn]
-    start = trace.start_s[interval] if drawn else np.zeros(0)
+    program, num_devices = trace.program, len(trace.machine.devices)
+    kinds, devices, streams, layers, samples, *_ = zip(*program.ops, strict=True) if program.ops else ((),) * 5
+    kind, stream, device = _numbers(kinds, _KIND_NUMBERS), _numbers(streams, _STREAM_NUMBERS), _ints(devices)
+    stream[kind == _KIND_NUMBERS[OpKind.SEND]] = _STREAM_NUMBERS[Stream.PEER_OUT]
+    drawn = np.flatnonzero((kind != _KIND_NUMBERS[OpKind.FREE]) & (stream != _STREAM_NUMBERS[Stream.MEMORY]))
+    owner = np.where(device == HOST, num_devices, device)
+    keys, row = np.unique(owner[drawn] * len(_STREAMS) + stream[drawn], return_inverse=True)
+    rows = [(HOST if key // len(_STREAMS) == num_devices else key // len(_STREAMS), key) for key in keys.tolist()]
+    interval = _intervals(program)[drawn]
+    start_s = trace.start_s[interval]
     return Lanes(
-        names=tuple(stream_name(trace.machine, device, stream) for device, stream in order),
-        owners=tuple(device for device, _ in order),
-        row=np.array([rows[_row_key(ops[i])] for i in drawn], dtype=np.int64),
-        kind=np.array([kinds[ops[i].kind] for i in drawn], dtype=np.int64),
-        start_s=start,
-        duration_s=(trace.end_s[interval] - start) if drawn else np.zeros(0),
-        number=np.array(drawn, dtype=np.int64),
-        layers=np.array([ops[i].layers for i in drawn], dtype=np.int64).reshape(-1, 2),
-        samples=np.array([ops[i].samples for i in drawn], dtype=np.int64).reshape(-1, 2),
-        moved_bytes=np.array(
-            [_moved_bytes(trace.program, i) if ops[i].kind in MOVING else 0 for i in interval], dtype=np.int64
-        ),
+        names=tuple(stream_name(trace.machine, device, _STREAMS[key % len(_STREAMS)]) for device, key in rows),
+        owners=tuple(device for device, _ in rows),
+        row=row,
+        kind=kind[drawn],
+        start_s=start_s,
+        duration_s=trace.end_s[interval] - start_s,
+        number=drawn,
+        layers=_pairs(layers)[drawn],
+        samples=_pairs(samples)[drawn],
+        moved_bytes=_ints([_moved_bytes(program, number) for number in interval.tolist()]),
         num_ops=np.ones(len(drawn), dtype=np.int64),
     )
+
+
+def _ints(values: Sequence[int]) -> _Ints:
+    return np.fromiter(values, dtype=np.int64, count=len(values))
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> _Ints:
+    return np.fromiter(chain.from_iterable(pairs), dtype=np.int64, count=2 * len(pairs)).reshape(-1, 2)
+
+
+def _numbers(values: Sequence[StrEnum], numbers: Mapping[Any, int]) -> _Ints:
+    return np.fromiter(map(numbers.__getitem__, values), dtype=np.int64, count=len(values))
 
 
 def stream_order(key: tuple[int, Stream]) -> tuple[bool, int, int]:
     """Sorts streams by device, the host last, in the order of ``Stream``."""
     return key[0] == HOST, key[0], _STREAMS.index(key[1])
-
-
-def _row_key(op: Op) -> tuple[int, Stream]:
-    return op.device, Stream.PEER_OUT if op.kind is OpKind.SEND else op.stream
 
 
 def stream_name(machine: Machine, device: int, stream: Stream) -> str:
@@ -99,19 +111,21 @@ def stream_name(machine: Machine, device: int, stream: Stream) -> str:
     return f"{owner} · {'updates' if stream is Stream.HOST else label(stream)}"
 
 
-def _interval_sources(program: Program) -> dict[int, int]:
-    """SEND → the RECV that takes its blocks."""
+def _intervals(program: Program) -> _Ints:
+    """The op in whose time each op is drawn: its own, for a SEND that of the RECV that takes its blocks."""
     ops = program.ops
-    return {
-        before: number
-        for number, op in enumerate(ops)
-        if op.kind is OpKind.RECV
-        for before in op.after
-        if ops[before].kind is OpKind.SEND and not set(ops[before].reads).isdisjoint(op.reads)
-    }
+    intervals = np.arange(len(ops))
+    for number, op in enumerate(ops):
+        if op.kind is OpKind.RECV:
+            for before in op.after:
+                if ops[before].kind is OpKind.SEND and not set(ops[before].reads).isdisjoint(op.reads):
+                    intervals[before] = number
+    return intervals
 
 
 def _moved_bytes(program: Program, number: int) -> int:
+    if program.ops[number].kind not in MOVING:
+        return 0
     return sum(transfer.num_bytes for transfer in program.transfers(number))
 
 

@@ -18,6 +18,7 @@ from harmony_lab.figures.canvas import (
     x_axis,
     y_axis,
 )
+from harmony_lab.figures.curves import thinned_losses
 from harmony_lab.figures.footprint import INCLUDED, Footprint, footprints
 from harmony_lab.figures.lanes import KINDS, Lanes, lanes, thinned
 from harmony_lab.figures.scales import byte_unit, ticks, time_unit
@@ -112,21 +113,21 @@ def memory_svg(trace: Trace) -> str:
     parts, head_height = legend(16, 54, [(TENSOR_COLOURS[kind], label(kind)) for kind in used])
     parts.append(text(16, 42, INCLUDED, size=11))
     top = 80 + head_height
-    for index, device in enumerate(devices):
+    for device in devices:
         ceiling = max(device.peak_bytes, device.budget_bytes) * 1.08 / size.size
         panel = Panel(
             left=80, top=top, width=WIDTH - 104, height=110, x_stop=trace.makespan_s / time.size, y_stop=ceiling or 1.0
         )
-        last = index == len(devices) - 1
+        last = device is devices[-1]
         marks = ticks(panel.x_stop)
         parts += x_axis(
             panel, marks if last else [(value, "") for value, _ in marks], f"time ({time.name})" if last else ""
         )
         parts += y_axis(panel, [(v, f"{t} {size.name}") for v, t in ticks(panel.y_stop, most=5)])
         parts += _areas(device, panel, time.size, size.size)
-        parts += _budget(trace.machine.devices[index].name, device, panel, size.size)
+        parts += _budget(device.words(trace), device, panel, size.size)
         top = panel.bottom + 40
-    return picture(top + 4, f"Memory, {trace.origin}", _memory_words(trace), parts)
+    return picture(top + 4, f"Memory, {trace.origin}", _memory_words(trace, devices), parts)
 
 
 def _areas(device: Footprint, panel: Panel, unit_s: float, unit_bytes: float) -> Iterator[str]:
@@ -150,20 +151,15 @@ def _steps(xs: list[int], ys: list[int], base: int) -> str:
     return "".join(path) + f"H{_tenths(xs[-1])}V{_tenths(base)}z"
 
 
-def _budget(name: str, device: Footprint, panel: Panel, unit_bytes: float) -> Iterator[str]:
+def _budget(words: str, device: Footprint, panel: Panel, unit_bytes: float) -> Iterator[str]:
     colour = ALARM_COLOUR if device.over_budget else None
-    words = f"{name}: peak {format_bytes(device.peak_bytes)} of {format_bytes(device.budget_bytes)}"
-    if device.over_budget:
-        words += f": {format_bytes(device.peak_bytes - device.budget_bytes)} too much"
     level = panel.y(device.budget_bytes / unit_bytes)
     yield line(panel.left, level, panel.right, level, colour=colour or BUDGET_COLOUR, dashed=True)
     yield text(panel.left, panel.top - 6, words, bold=device.over_budget, colour=colour)
 
 
-def _memory_words(trace: Trace) -> str:
-    devices = zip(trace.machine.devices, trace.peak_bytes, trace.program.budgets, strict=False)
-    peaks = "; ".join(f"{d.name}: peak {format_bytes(peak)} of {format_bytes(most)}" for d, peak, most in devices)
-    return f"Bytes alive over one iteration. {peaks}. Includes {INCLUDED}."
+def _memory_words(trace: Trace, devices: Sequence[Footprint]) -> str:
+    return f"Bytes alive over one iteration. {'; '.join(d.words(trace) for d in devices)}. Includes {INCLUDED}."
 
 
 # -- swap volume ------------------------------------------------------------------------------------------------------
@@ -228,10 +224,9 @@ def loss_svg(losses: Sequence[float]) -> str:
         y_start=low - room,
         y_stop=high + room,
     )
-    x_marks = [(value, name) for value, name in ticks(panel.x_stop) if float(value).is_integer()]
+    x_marks = [(value, f"{value:.0f}") for value, _ in ticks(panel.x_stop) if float(value).is_integer()]
     parts = [*x_axis(panel, x_marks, "step"), *y_axis(panel, _between(panel.y_start, panel.y_stop))]
-    stride = -(-len(losses) // _MOST_LOSSES)
-    kept = sorted({*range(0, len(losses), stride), len(losses) - 1})
+    kept = thinned_losses(losses, _MOST_LOSSES)
     points = [(panel.x(i + 1), panel.y(losses[i])) for i in kept if np.isfinite(losses[i])]
     path = "L".join(f"{number(x)} {number(y)}" for x, y in points)
     parts.append(f'<path d="M{path}" fill="none" stroke="{ACCENT_COLOUR}" stroke-width="2" stroke-linejoin="round"/>')

@@ -9,14 +9,15 @@ from plotly.subplots import make_subplots
 
 from harmony_lab.figures.lanes import stream_name, stream_order
 from harmony_lab.figures.scales import byte_unit
-from harmony_lab.figures.theme import SEQUENTIAL, TENSOR_COLOURS, dress, label
+from harmony_lab.figures.spec import Spec
+from harmony_lab.figures.theme import SEQUENTIAL, TENSOR_COLOURS, dress, label, looks
 from harmony_lab.figures.volumes import Volumes, volumes_of_candidates, volumes_of_packs
 from harmony_lab.machine import Direction, Hop
 from harmony_lab.program import Stream, TensorKind
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes
 
-__all__ = ["candidate_heatmap", "link_utilisation", "swap_heatmap"]
+__all__ = ["candidate_heatmap", "link_utilisation", "swap_heatmap", "swap_spec"]
 
 _MOST_LABELLED_ROWS: Final = 60
 _MOST_LABELLED_COLUMNS: Final = 16
@@ -26,13 +27,18 @@ _MOST_PIXELS: Final = 900
 
 def swap_heatmap(trace: Trace) -> go.Figure:
     """Bytes that each pack moves, by direction and tensor kind, over one iteration; the scale is logarithmic."""
+    return go.Figure(swap_spec(trace))
+
+
+def swap_spec(trace: Trace) -> Spec:
+    """``swap_heatmap`` as plain data."""
     title = f"Bytes moved by pack, {format_bytes(trace.swap_bytes)} swapped in all"
     return _heatmap(volumes_of_packs(trace), title)
 
 
 def candidate_heatmap(names: Sequence[str], traces: Sequence[Trace]) -> go.Figure:
     """Bytes that each candidate moves in one iteration, by direction and tensor kind; the scale is logarithmic."""
-    return _heatmap(volumes_of_candidates(names, traces), "Bytes moved by candidate")
+    return go.Figure(_heatmap(volumes_of_candidates(names, traces), "Bytes moved by candidate"))
 
 
 def link_utilisation(trace: Trace) -> go.Figure:
@@ -99,42 +105,38 @@ def _hop_name(hop: Hop) -> str:
     return f"{hop.link} {'↓' if hop.direction is Direction.DOWN else '↑'}"
 
 
-def _heatmap(volumes: Volumes, title: str) -> go.Figure:
+def _heatmap(volumes: Volumes, title: str) -> Spec:
     rows, columns = len(volumes.rows), len(volumes.columns)
     present = volumes.num_bytes[volumes.num_bytes > 0]
     height = min(_MOST_PIXELS, 135 + 26 * max(2, rows))
-    figure = go.Figure()
-    dress(figure, title=title, height=height, legend=False, left=90)
+    layout = looks(title=title, height=height, legend=False, left=90)
     if not len(present):
-        figure.add_annotation(text="nothing is moved", showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
-        return figure
-    logs = np.log10(np.where(volumes.num_bytes > 0, volumes.num_bytes, np.nan))
+        note = {"text": "nothing is moved", "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
+        return {"data": [], "layout": layout | {"annotations": [note]}}
     high = float(np.log10(present.max()))
     low = min(float(np.log10(present.min())) - 0.2, high - _FEWEST_DECADES)
-    texts = [[format_bytes(n) if n else "" for n in row] for row in volumes.num_bytes.tolist()]
     labelled = rows <= _MOST_LABELLED_ROWS and columns <= _MOST_LABELLED_COLUMNS
-    figure.add_trace(
-        go.Heatmap(
-            x=[text.replace(" ", "<br>") for text in volumes.column_labels],
-            y=volumes.rows,
-            z=logs.astype(np.float32),
-            zmin=low,
-            zmax=high + 0.01,
-            text=texts,
-            texttemplate="%{text}" if labelled else None,
-            textfont={"size": 10},
-            colorscale=[[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)],
-            showscale=not labelled,
-            colorbar=_colorbar(low, high),
-            xgap=2,
-            ygap=2,
-            hovertemplate="%{y}<br>%{x}: %{text}<extra></extra>",
-            hoverongaps=False,
-        )
-    )
-    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
-    figure.update_xaxes(showgrid=False, type="category", tickangle=0, tickfont={"size": 10})
-    return figure
+    heat = {
+        "type": "heatmap",
+        "x": [text.replace(" ", "<br>") for text in volumes.column_labels],
+        "y": list(volumes.rows),
+        "z": np.log10(np.where(volumes.num_bytes > 0, volumes.num_bytes, np.nan)).astype(np.float32),
+        "zmin": low,
+        "zmax": high + 0.01,
+        "text": [[format_bytes(n) if n else "" for n in row] for row in volumes.num_bytes.tolist()],
+        "texttemplate": "%{text}" if labelled else None,
+        "textfont": {"size": 10},
+        "colorscale": [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)],
+        "showscale": not labelled,
+        "colorbar": _colorbar(low, high),
+        "xgap": 2,
+        "ygap": 2,
+        "hovertemplate": "%{y}<br>%{x}: %{text}<extra></extra>",
+        "hoverongaps": False,
+    }
+    layout["yaxis"] = {"autorange": "reversed", "showgrid": False, "type": "category"}
+    layout["xaxis"] = {"showgrid": False, "type": "category", "tickangle": 0, "tickfont": {"size": 10}}
+    return {"data": [heat], "layout": layout}
 
 
 def _colorbar(low: float, high: float) -> dict[str, object]:

@@ -29,7 +29,18 @@ def facts_html(facts: Mapping[str, str]) -> str:
 
 def candidates_html(frame: "pandas.DataFrame", limit: int = 10) -> str:
     """The best ``limit`` rows of a ranking (``SearchResult.to_frame``)."""
-    head = ("rank", "mode", "forward", "backward", "iteration", "samples/s", "peak memory", "swapped", "peer", "idle")
+    head = (
+        "rank",
+        "mode",
+        "forward",
+        "backward",
+        "iteration",
+        "samples/s",
+        "peak memory, at most",
+        "swapped",
+        "peer",
+        "idle",
+    )
     table = table_html(head, (_candidate(row) for row in frame.head(limit).to_dict("records")))
     left = len(frame) - limit
     return table + (f"<p>and {left} more</p>" if left > 0 else "")
@@ -91,5 +102,5 @@ def traces_html(traces: Sequence[Trace]) -> str:
     for device, budget in enumerate(traces[0].program.budgets):
         name = traces[0].machine.devices[device].name
         peaks = (format_bytes(trace.peak_bytes[device]) for trace in traces)
-        rows.append((f"peak memory of {name}, budget {format_bytes(budget)}", *peaks))
+        rows.append((f"peak memory of {name} in this iteration, budget {format_bytes(budget)}", *peaks))
     return table_html(("", *(str(trace.origin) for trace in traces)), rows)

@@ -19,6 +19,7 @@ __all__ = [
     "TENSOR_COLOURS",
     "dress",
     "label",
+    "looks",
 ]
 
 # Found by pushing colours apart in CIELAB under normal, deuteranopic and protanopic sight (Machado et al., 2009), while
@@ -89,19 +90,27 @@ _AXIS: Final = {
 _TEMPLATE: Final = {"layout": {"xaxis": _AXIS, "yaxis": _AXIS}}
 
 
-def dress(figure: Any, *, title: str, height: int, legend: bool = True, left: int = 70, top: int = 40) -> None:
-    """Give a plotly figure the common looks; ``height``, in pixels, includes the margins ``left`` and ``top``."""
-    figure.layout.template = _TEMPLATE
-    figure.update_layout(
-        title={"text": title, "x": 0, "xref": "paper", "y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 10}},
-        title_font_size=14,
-        font={"family": FONT_FAMILY, "size": 12, "color": INK_COLOUR},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        height=height,
-        margin={"l": left, "r": 20, "t": top, "b": 45},
-        showlegend=legend,
-        legend={
+def looks(*, title: str, height: int, legend: bool = True, left: int = 70, top: int = 40) -> dict[str, Any]:
+    """The layout all figures start from; ``height``, in pixels, includes the margins ``left`` and ``top``."""
+    return {
+        "template": _TEMPLATE,
+        "title": {
+            "text": title,
+            "font": {"size": 14},
+            "x": 0,
+            "xref": "paper",
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"t": 10},
+        },
+        "font": {"family": FONT_FAMILY, "size": 12, "color": INK_COLOUR},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "height": height,
+        "margin": {"l": left, "r": 20, "t": top, "b": 45},
+        "showlegend": legend,
+        "legend": {
             "orientation": "h",
             "x": 0,
             "xref": "paper",
@@ -111,6 +120,13 @@ def dress(figure: Any, *, title: str, height: int, legend: bool = True, left: in
             "font": {"size": 11},
             "traceorder": "normal",
         },
-        modebar={"bgcolor": "rgba(0,0,0,0)", "color": INK_COLOUR, "activecolor": ACCENT_COLOUR},
-        hoverlabel={"font": {"family": FONT_FAMILY, "size": 12}, "align": "left"},
-    )
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": INK_COLOUR, "activecolor": ACCENT_COLOUR},
+        "hoverlabel": {"font": {"family": FONT_FAMILY, "size": 12}, "align": "left"},
+    }
+
+
+def dress(figure: Any, *, title: str, height: int, left: int = 70, top: int = 40) -> None:
+    """Give a plotly figure object the common looks."""
+    layout = looks(title=title, height=height, left=left, top=top)
+    figure.layout.template = layout.pop("template")
+    figure.update_layout(layout)

@@ -1,67 +1,74 @@
 """Timelines: what every stream of every device did when."""
 
 from collections.abc import Iterator
-from math import ceil, log10
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from harmony_lab.figures.lanes import KINDS, MOVING, Lanes, lanes, thinned
 from harmony_lab.figures.scales import Unit, time_unit
-from harmony_lab.figures.theme import GRID_COLOUR, OP_COLOURS, dress, label
+from harmony_lab.figures.spec import Spec, panel_axes, panel_domains, panel_title
+from harmony_lab.figures.theme import GRID_COLOUR, OP_COLOURS, label, looks
 from harmony_lab.program import OpKind
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes, format_seconds
 
-__all__ = ["compare", "timeline"]
+__all__ = ["TIMELINE_LEFT", "compare", "compare_spec", "timeline", "timeline_spec"]
 
+TIMELINE_LEFT: Final = 130
+"""Pixels left of the time axis."""
 _MOST_BARS: Final = 4000
 _MOST_EDGED_BARS: Final = 400
-_DIGITS: Final = 7  # of the times at the end, as in single precision
 _ROW_PIXELS: Final = 24
+_GAP_PIXELS: Final = 40
 
 
 def timeline(trace: Trace) -> go.Figure:
     """A row per device and stream, a bar per op, coloured by op kind; beyond 4,000 ops short neighbours share a bar."""
-    bars = _bars(trace)
-    figure = go.Figure(list(_traces(bars, time_unit(trace.makespan_s))))
-    height = 115 + _ROW_PIXELS * max(3, len(bars.names))
-    dress(figure, title=_title(trace), height=height, left=130)
-    figure.update_layout(barmode="overlay", bargap=0)
-    _rows(figure, bars, 1)
-    _time_axis(figure, trace.makespan_s, 1)
-    return figure
+    return go.Figure(timeline_spec(trace))
 
 
 def compare(predicted: Trace, measured: Trace) -> go.Figure:
     """Two timelines one above the other, on one time axis."""
+    return go.Figure(compare_spec(predicted, measured))
+
+
+def timeline_spec(trace: Trace) -> Spec:
+    """``timeline`` as plain data."""
+    bars = _bars(trace)
+    height = 115 + _ROW_PIXELS * max(3, len(bars.names))
+    layout = looks(title=_title(trace), height=height, left=TIMELINE_LEFT) | {"barmode": "overlay", "bargap": 0}
+    layout["xaxis"] = _time_axis(trace.makespan_s, titled=True)
+    layout["yaxis"] = _rows_axis(bars)
+    layout["shapes"] = _edges(bars, 0)
+    return {"data": list(_traces(bars, time_unit(trace.makespan_s), 0)), "layout": layout}
+
+
+def compare_spec(predicted: Trace, measured: Trace) -> Spec:
+    """``compare`` as plain data."""
     traces = (predicted, measured)
     drawn = [_bars(trace) for trace in traces]
     longest_s = max(trace.makespan_s for trace in traces)
-    sizes = [max(3, len(bars.names)) for bars in drawn]
-    figure = make_subplots(
-        rows=2,
-        cols=1,
-        shared_xaxes=True,
-        row_heights=sizes,
-        vertical_spacing=40 / (_ROW_PIXELS * sum(sizes) + 40),
-        subplot_titles=[_title(trace) for trace in traces],
-    )
+    heights = [_ROW_PIXELS * max(3, len(bars.names)) for bars in drawn]
+    layout = looks(title="Predicted and measured", height=160 + sum(heights), left=TIMELINE_LEFT, top=70)
+    layout |= {"barmode": "overlay", "bargap": 0, "shapes": [], "annotations": []}
+    data: list[dict[str, Any]] = []
     seen: set[str] = set()
-    for row, bars in enumerate(drawn, start=1):
-        for bar in _traces(bars, time_unit(longest_s)):
-            bar.showlegend = bar.name not in seen
-            seen.add(bar.name)
-            figure.add_trace(bar, row=row, col=1)
-        _rows(figure, bars, row)
-    figure.update_annotations(x=0, xanchor="left", font_size=13)
-    height = 160 + _ROW_PIXELS * sum(sizes)
-    dress(figure, title="Predicted and measured", height=height, left=130, top=70)
-    figure.update_layout(barmode="overlay", bargap=0)
-    _time_axis(figure, longest_s, 2)
-    return figure
+    for row, ((low, high), bars, trace) in enumerate(
+        zip(panel_domains(heights, _GAP_PIXELS), drawn, traces, strict=True)
+    ):
+        x, y = panel_axes(row)
+        layout[f"xaxis{x[1:]}"] = _time_axis(longest_s, titled=row == 1) | {"anchor": y}
+        layout[f"yaxis{y[1:]}"] = _rows_axis(bars) | {"anchor": x, "domain": [low, high]}
+        layout["shapes"] += _edges(bars, row)
+        layout["annotations"].append(panel_title(_title(trace), high, size=13))
+        for bar in _traces(bars, time_unit(longest_s), row):
+            data.append(bar | {"showlegend": bar["name"] not in seen})
+            seen.add(bar["name"])
+    layout["xaxis"] |= {"matches": "x2", "showticklabels": False}
+    return {"data": data, "layout": layout}
 
 
 def _bars(trace: Trace) -> Lanes:
@@ -72,45 +79,50 @@ def _title(trace: Trace) -> str:
     return f"{str(trace.origin).capitalize()} iteration: {format_seconds(trace.makespan_s)}"
 
 
-def _traces(bars: Lanes, unit: Unit) -> Iterator[Any]:
+def _traces(bars: Lanes, unit: Unit, row: int) -> Iterator[dict[str, Any]]:
     """A bar trace per op kind; small: numbers travel as typed arrays, hover texts are put together in the browser."""
-    end = float((bars.start_s + bars.duration_s).max(initial=0.0))
-    decimals = max(0, _DIGITS - ceil(log10(end / unit.size or 1.0)))
-    edged = (bars.duration_s > end / _MOST_EDGED_BARS) & (len(bars) <= _MOST_EDGED_BARS)  # edges would cover thin bars
+    end_s = float((bars.start_s + bars.duration_s).max(initial=0.0))
+    edged = (bars.duration_s > end_s / _MOST_EDGED_BARS) & (len(bars) <= _MOST_EDGED_BARS)  # would cover thin bars
+    x, y = panel_axes(row)
     for position, kind in enumerate(KINDS):
-        chosen = bars.select(bars.kind == position)
+        of_kind = bars.kind == position
+        chosen = bars.select(of_kind)
         if not len(chosen):
             continue
         moves = kind in MOVING
-        own = edged[bars.kind == position]
-        edges = (own * 0.6).astype(np.float32) if own.any() else 0
-        yield go.Bar(
-            orientation="h",
-            name=label(kind),
-            legendgroup=label(kind),
-            base=np.round(chosen.start_s / unit.size, decimals),  # plotly writes this one out as text
-            x=(chosen.duration_s / unit.size).astype(np.float32),
-            y=chosen.row.astype(np.int16),
-            width=0.78,
-            marker={"color": OP_COLOURS[kind], "line": {"width": edges, "color": "rgba(0,0,0,0.45)"}},
-            customdata=_details(chosen),
-            hovertext=_moved(chosen) if moves else None,
-            text=[f"{duration:.3g}" for duration in (chosen.duration_s / unit.size).tolist()],
-            textposition="none",  # the durations are for the hover text
-            hovertemplate=_hover(kind, unit, merged=bool((chosen.num_ops > 1).any()), moves=moves),
-        )
+        own = edged[of_kind]
+        durations = (chosen.duration_s / unit.size).astype(np.float32)
+        yield {
+            "type": "bar",
+            "orientation": "h",
+            "name": label(kind),
+            "legendgroup": label(kind),
+            "base": (chosen.start_s / unit.size).astype(np.float32),
+            "x": durations,
+            "y": chosen.row.astype(np.int16),
+            "xaxis": x,
+            "yaxis": y,
+            "width": 0.78,
+            "marker": {
+                "color": OP_COLOURS[kind],
+                "line": {"width": (own * 0.6).astype(np.float32) if own.any() else 0, "color": "rgba(0,0,0,0.45)"},
+            },
+            "customdata": _details(chosen, durations),
+            "hovertext": _moved(chosen) if moves else None,
+            "hovertemplate": _hover(kind, unit, merged=bool((chosen.num_ops > 1).any()), moves=moves),
+        }
 
 
-def _details(bars: Lanes) -> Any:
-    """[bars, 6]: op, layers, samples, ops in the bar; in the smallest integers that hold them."""
-    table = np.column_stack([bars.number, bars.layers, bars.samples, bars.num_ops])
-    return table.astype(np.int16 if table.max(initial=0) < 2**15 else np.int32)
+def _details(bars: Lanes, durations: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """[bars, 7]: op, layers, samples, ops in the bar, duration; numbers of ops are exact up to 16 million."""
+    return np.column_stack([bars.number, bars.layers, bars.samples, bars.num_ops, durations]).astype(np.float32)
 
 
 def _moved(bars: Lanes) -> list[str]:
     """Bytes, and the samples they belong to; state belongs to none."""
+    sizes = {num_bytes: format_bytes(num_bytes) for num_bytes in np.unique(bars.moved_bytes).tolist()}
     rows = zip(bars.moved_bytes.tolist(), bars.samples.tolist(), strict=True)
-    return [f"samples [{a}:{b}): {format_bytes(n)}" if b else format_bytes(n) for n, (a, b) in rows]
+    return [f"samples [{a}:{b}): {sizes[n]}" if b else sizes[n] for n, (a, b) in rows]
 
 
 def _hover(kind: OpKind, unit: Unit, *, merged: bool, moves: bool) -> str:
@@ -122,36 +134,41 @@ def _hover(kind: OpKind, unit: Unit, *, merged: bool, moves: bool) -> str:
         lines.append("%{hovertext}")
     elif kind is not OpKind.UPDATE:
         lines.append("samples [%{customdata[3]}:%{customdata[4]})")
-    lines.append(f"%{{base:.4~g}} to %{{x:.4~g}} {unit.name}: %{{text}} {unit.name}")
+    lines.append(f"%{{base:.4~g}} to %{{x:.4~g}} {unit.name}: %{{customdata[6]:.3~g}} {unit.name}")
     return "<br>".join(lines) + "<extra></extra>"
 
 
-def _rows(figure: go.Figure, bars: Lanes, row: int) -> None:
+def _rows_axis(bars: Lanes) -> dict[str, Any]:
     count = len(bars.names)
-    axis = {
+    return {
         "tickvals": list(range(count)),
         "ticktext": list(bars.names),
         "range": [max(3, count) - 0.5, -0.5],
         "fixedrange": True,
         "showgrid": False,
     }
-    number = "" if row == 1 else str(row)
-    figure.update_layout({f"yaxis{number}": axis})
-    edges = [i for i in range(1, count) if bars.owners[i] != bars.owners[i - 1]]
-    for edge in edges:
-        figure.add_shape(
-            type="line",
-            xref=f"x{number} domain",
-            yref=f"y{number}",
-            x0=0,
-            x1=1,
-            y0=edge - 0.5,
-            y1=edge - 0.5,
-            line={"color": GRID_COLOUR, "width": 1},
-        )
 
 
-def _time_axis(figure: go.Figure, longest_s: float, row: int) -> None:
+def _edges(bars: Lanes, row: int) -> list[dict[str, Any]]:
+    """Lines between the rows of one device and the next."""
+    x, y = panel_axes(row)
+    return [
+        {
+            "type": "line",
+            "xref": f"{x} domain",
+            "yref": y,
+            "x0": 0,
+            "x1": 1,
+            "y0": i - 0.5,
+            "y1": i - 0.5,
+            "line": {"color": GRID_COLOUR, "width": 1},
+        }
+        for i in range(1, len(bars.names))
+        if bars.owners[i] != bars.owners[i - 1]
+    ]
+
+
+def _time_axis(longest_s: float, *, titled: bool) -> dict[str, Any]:
     unit = time_unit(longest_s)
-    figure.update_xaxes(range=[0, longest_s / unit.size * 1.005 or 1.0])
-    figure.update_layout({"xaxis" if row == 1 else f"xaxis{row}": {"title": {"text": f"time ({unit.name})"}}})
+    axis: dict[str, Any] = {"range": [0, longest_s / unit.size * 1.005 or 1.0]}
+    return axis | ({"title": {"text": f"time ({unit.name})"}} if titled else {})

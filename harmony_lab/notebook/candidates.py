@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
-from harmony_lab.notebook.plot import STATIC
+from harmony_lab.notebook.static_files import static_text
 from harmony_lab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ __all__ = ["NONE_CHOSEN", "CandidateTable", "candidate_rows"]
 
 NONE_CHOSEN = -1
 # Packs are shown as how many there are × the size of their microbatches.
-COLUMNS = ("rank", "mode", "forward packs", "backward packs", "step", "samples/s", "peak", "swapped", "idle")
+COLUMNS = ("rank", "mode", "forward packs", "backward packs", "step", "samples/s", "peak, at most", "swapped", "idle")
 
 
 def candidate_rows(frame: "pandas.DataFrame", most: int) -> list[list[str]]:
@@ -45,8 +45,8 @@ def _packs(count: int, microbatch_size: int) -> str:
 class CandidateTable(anywidget.AnyWidget):
     """``selected`` is the chosen row, ``NONE_CHOSEN`` when the plan at hand is none of them."""
 
-    _esm = STATIC / "table.js"
-    _css = STATIC / "table.css"
+    _esm = static_text("table.js")
+    _css = static_text("table.css")
     columns = traitlets.List(traitlets.Unicode()).tag(sync=True)
     rows = traitlets.List(traitlets.List(traitlets.Unicode())).tag(sync=True)
     selected = traitlets.Int(NONE_CHOSEN).tag(sync=True)

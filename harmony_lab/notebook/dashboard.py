@@ -8,21 +8,24 @@ import ipywidgets
 
 from harmony_lab.errors import HarmonyError
 from harmony_lab.notebook.candidates import NONE_CHOSEN, CandidateTable, candidate_rows
+from harmony_lab.notebook.control_names import ControlNames
 from harmony_lab.notebook.header import header_html
 from harmony_lab.notebook.knob_panel import KnobPanel
 from harmony_lab.notebook.knobs import Knobs
 from harmony_lab.notebook.launch_panel import LaunchPanel
 from harmony_lab.notebook.pictures import Pictures
-from harmony_lab.notebook.text import error_html, note_html, stylesheet_html, tiles, tiles_html
+from harmony_lab.notebook.text import Weighed, error_html, note_html, stylesheet_html, tiles, tiles_html, weighed
+from harmony_lab.notebook.weak import weakly
 from harmony_lab.notebook.worker import Worker
 from harmony_lab.plan import Plan
 
 if TYPE_CHECKING:
-    from harmony_lab.lab import Lab, Preview
+    from harmony_lab.lab import Lab
 
 __all__ = ["Dashboard"]
 
 _MOST_CANDIDATES = 10
+_PAINTING_S = 5.0  # patience with what is being painted when the Lab closes
 
 
 def _user_namespace() -> Mapping[str, Any]:
@@ -37,7 +40,8 @@ class Dashboard:
     """Widgets attached to a Lab; ``view`` is what to display.
 
     The Lab is the one truth: turning a knob calls ``lab.choose``, and whatever changes the Lab, in this view, in
-    another or in a cell, arrives as an event and is painted.  Events and callbacks only submit work::
+    another or in a cell, arrives as an event and is painted.  The Lab keeps the Dashboard alive, its widgets do not.
+    Events and callbacks only submit work::
 
         front end ── knob, click ──> hands: lab.prepare, choose, launch    (one thread, while there is work)
         Lab ──────── event ────────> painter: figures and texts            (another)
@@ -49,7 +53,7 @@ class Dashboard:
         self, lab: "Lab", *, data: Any = None, namespace: Callable[[], Mapping[str, Any]] = _user_namespace
     ) -> None:
         self.lab = lab
-        self._reference: Preview | None = None  # what deltas are taken from: the plan last chosen other than by knobs
+        self._reference: Weighed | None = None  # what deltas are taken from: the plan last chosen other than by knobs
         self._base: Plan | None = None  # what knobs are applied to: the reference or a plan that was typed
         self._requests = _Requests()
         self._hands = Worker("harmony-lab dashboard", self._failed)
@@ -58,11 +62,11 @@ class Dashboard:
         self.message = ipywidgets.HTML()  # what is going on
         self.trouble = ipywidgets.HTML()  # what went wrong
         self.progress = ipywidgets.FloatProgress(max=1.0, layout={"width": "100%", "display": "none"})
-        self.table = CandidateTable(self._choose_rank)
-        self.knobs = KnobPanel(self._turn, self._choose_plan, self._reset)
+        self.table = CandidateTable(weakly(self._choose_rank))
+        self.knobs = KnobPanel(weakly(self._turn), weakly(self._choose_plan), weakly(self._reset))
         self.figures = ipywidgets.HTML()
         self.pictures = Pictures()
-        self.launcher = LaunchPanel(self._launch, namespace, data)
+        self.launcher = LaunchPanel(weakly(self._launch), namespace, data)
         self._hidden: list[Any] = []
         self.view = self._arranged()
         self._unsubscribe = lab.subscribe(self._event)
@@ -88,6 +92,7 @@ class Dashboard:
                 self.figures,
                 self.pictures.view,
                 launch,
+                ControlNames(),
             ],
             layout={"width": "100%"},
         )
@@ -106,6 +111,7 @@ class Dashboard:
         self._unsubscribe()
         self._hands.close()
         self._painter.close()
+        self._painter.wait_idle(_PAINTING_S)
         self.knobs.enable(False)
         self.launcher.close()
 
@@ -152,7 +158,7 @@ class Dashboard:
 
     def _reset(self) -> None:
         if self._reference is not None:
-            self._choose_plan(self._reference.plan)
+            self._choose_plan(self._reference.preview.plan)
 
     def _vary(self, make: Callable[[], Plan], number: int) -> None:
         """Choose a variation of the reference."""
@@ -224,23 +230,22 @@ class Dashboard:
         preview, profile = self.lab.chosen, self.lab.profile
         if preview is None or profile is None:
             return
-        number = self._requests.arrived(preview.plan)
+        plan, number = weighed(preview), self._requests.arrived(preview.plan)
         if number is None:
-            self._refer_to(preview)
+            self._refer_to(plan)
         if number is None or self._requests.is_newest(number):  # else the user has turned on: more is on its way
             self.knobs.show(preview.plan, profile)
-        reference = self._reference or preview
-        self.figures.value = tiles_html(tiles(preview, reference), self._caption(), preview.problem)
+        self.figures.value = tiles_html(tiles(plan, self._reference or plan), self._caption(), preview.problem)
         self.pictures.show_plan(preview.trace)
         self.knobs.enable(True)
         while self._hidden:
             self._hidden.pop().layout.display = "flex"
         self.launcher.enable(self.lab.run is None or not self.lab.run.active)
 
-    def _refer_to(self, preview: "Preview") -> None:
-        self._reference = preview
-        self._base = preview.plan
-        self.table.mark(self._rank(preview.plan))
+    def _refer_to(self, plan: Weighed) -> None:
+        self._reference = plan
+        self._base = plan.preview.plan
+        self.table.mark(self._rank(self._base))
 
     def _rank(self, plan: Plan) -> int:
         result = self.lab.result
@@ -252,7 +257,8 @@ class Dashboard:
         against = "the plan last chosen" if rank == NONE_CHOSEN else f"candidate {self.table.rows[rank][0]}"
         return (
             f"Predicted for one iteration; changes are against {against}. Peak: weights, gradients, activations and "
-            "temporaries. Swapped: both directions, all devices."
+            "temporaries, the most that any timing of this plan can reach; the picture below shows that of this "
+            "prediction. Swapped: both directions, all devices."
         )
 
     def _paint_run(self) -> None:

@@ -36,7 +36,8 @@ class KnobPanel:
             "mode": ipywidgets.ToggleButtons(
                 options=[(label(mode), mode) for mode in Mode],
                 tooltips=["every device runs all packs on its share", "packs go round the devices"],
-                style={"button_width": "auto"},
+                description="mode",
+                style={"button_width": "auto", **_WIDE},
             ),
             "forward_microbatch_size": _sizes("forward microbatch"),
             "num_forward_packs": _count("forward packs", 0, 1),
@@ -54,10 +55,12 @@ class KnobPanel:
         self.text.observe(self._typed, "value")
         self.message = ipywidgets.HTML()
         self.reset = ipywidgets.Button(
-            description="back to the candidate", icon="undo", tooltip="take the chosen candidate's plan again"
+            description="back to the candidate",
+            icon="undo",
+            tooltip="take the chosen candidate's plan again",
+            layout={"width": "auto", "align_self": "flex-start"},
         )
         self.reset.on_click(lambda _: on_reset())
-        self.reset.layout = {"width": "auto", "align_self": "flex-start"}
         self.view = ipywidgets.VBox([*self.controls.values(), self.text, self.message, self.reset])
         self.enable(False)
 

@@ -1,11 +1,11 @@
 """Knobs: a plan as the few values that a user turns, and back; no widgets."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harmony_lab.costs import Profile
-from harmony_lab.plan import Mode, Pack, Plan
-from harmony_lab.planner.pack import balanced_packs
+from harmony_lab.plan import Mode, Plan
+from harmony_lab.preview import repacked
 
 __all__ = ["Knobs", "microbatch_choices"]
 
@@ -46,32 +46,10 @@ class Knobs:
 
         Raises ``PlanError`` where the result breaks invariants.
         """
-        backward = self._backward_packs(base, profile)
-        return base.with_(
-            mode=self.mode,
-            forward_microbatch_size=self.forward_microbatch_size,
-            forward_packs=self._forward_packs(base, backward[-1].start, profile),
-            backward_microbatch_size=self.backward_microbatch_size,
-            backward_packs=backward,
-            prefetch=self.prefetch,
-            peer_transfers=self.peer_transfers,
-            just_in_time_update=self.just_in_time_update,
-        )
-
-    def _backward_packs(self, base: Plan, profile: Profile) -> tuple[Pack, ...]:
-        count = max(1, min(self.num_backward_packs, base.num_layers))
-        if count == len(base.backward_packs):
-            return base.backward_packs
-        return balanced_packs(profile, 0, base.num_layers, count, self.backward_microbatch_size, forward=False)
-
-    def _forward_packs(self, base: Plan, stop: int, profile: Profile) -> tuple[Pack, ...]:
-        """Packs of the layers before ``stop``, where the fused pack starts."""
-        if stop == 0:
-            return ()
-        count = max(1, min(self.num_forward_packs, stop))
-        if count == len(base.forward_packs) and stop == base.fused_pack.start:
-            return base.forward_packs
-        return balanced_packs(profile, 0, stop, count, self.forward_microbatch_size, forward=True)
+        before, others = Knobs.of(base), asdict(self)
+        counts = {name: others.pop(name) for name in ("num_forward_packs", "num_backward_packs")}
+        turned = {name: count for name, count in counts.items() if count != getattr(before, name)}
+        return repacked(base, profile, **turned, **others)
 
 
 def microbatch_choices(profile: Profile, minibatch_size: int, *also: int) -> tuple[int, ...]:

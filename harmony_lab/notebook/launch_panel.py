@@ -8,6 +8,7 @@ import ipywidgets
 from harmony_lab.errors import HarmonyError
 from harmony_lab.notebook.live import RunPanel
 from harmony_lab.notebook.text import error_html, note_html
+from harmony_lab.notebook.weak import weakly
 from harmony_lab.run import Run
 
 __all__ = ["GIVEN", "LaunchPanel", "data_names"]
@@ -56,7 +57,7 @@ class LaunchPanel:
         self.launch = ipywidgets.Button(
             description="Launch", icon="rocket", button_style="primary", tooltip="train with the plan shown above"
         )
-        self.launch.on_click(self._clicked)
+        self.launch.on_click(weakly(self._clicked))
         self.message = ipywidgets.HTML()
         self.run_box = ipywidgets.VBox()
         row = ipywidgets.HBox([self.source, self.steps, self.launch], layout={"flex_flow": "row wrap"})

@@ -6,9 +6,10 @@ from typing import Any
 
 import ipywidgets
 
-from harmony_lab.figures.loss import loss_curve
+from harmony_lab.figures.loss import loss_spec
 from harmony_lab.notebook.plot import Plot
 from harmony_lab.notebook.text import Tile, error_html, note_html, stylesheet_html, tiles_html
+from harmony_lab.notebook.weak import weakly
 from harmony_lab.notebook.worker import Worker
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.run import Run, RunStatus
@@ -42,9 +43,9 @@ def run_tiles(run: Run) -> list[Tile]:
     if trace is not None:
         shown += [
             Tile(
-                "peak memory",
+                "peak of the last step",
                 format_bytes(max(trace.peak_bytes)),
-                f"at most {format_bytes(max(peak_bytes(predicted.program)))}",
+                f"predicted at most {format_bytes(max(peak_bytes(predicted.program)))}",
             ),
             Tile("swapped", format_bytes(trace.swap_bytes), f"predicted {format_bytes(predicted.swap_bytes)}"),
         ]
@@ -62,7 +63,7 @@ class RunPanel:
         self.headline = ipywidgets.HTML()
         self.figures = ipywidgets.HTML()
         self.trouble = ipywidgets.HTML()
-        self.curve = Plot(loss_curve(()))
+        self.curve = Plot(loss_spec(()))
         self.pause = ipywidgets.Button(description="Pause", icon="pause", tooltip="hold still after the current step")
         self.stop = ipywidgets.Button(
             description="Stop",
@@ -70,8 +71,8 @@ class RunPanel:
             button_style="warning",
             tooltip="stop after the current step; weights are kept",
         )
-        self.pause.on_click(self._pause)
-        self.stop.on_click(self._stop)
+        self.pause.on_click(weakly(self._pause))
+        self.stop.on_click(weakly(self._stop))
         self.view = ipywidgets.VBox(
             [
                 ipywidgets.HTML(stylesheet_html()),
@@ -107,7 +108,7 @@ class RunPanel:
         self.headline.value = _headline(run, len(losses))
         self.figures.value = tiles_html(run_tiles(run), "", None)
         if losses and (not active or len(losses) >= self._drawn_steps * _GROWTH):
-            self.curve.show(loss_curve(losses))
+            self.curve.show(loss_spec(losses))
             self._drawn_steps = len(losses)
         self.trouble.value = _trouble(run)
         self.pause.description, self.pause.icon = (

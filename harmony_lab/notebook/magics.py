@@ -2,13 +2,14 @@
 
 import argparse
 import shlex
-import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from IPython.core.error import UsageError
 
 from harmony_lab.errors import HarmonyError
+from harmony_lab.notebook.views import Views, named
 
 if TYPE_CHECKING:
     from harmony_lab.lab import Lab
@@ -30,12 +31,15 @@ and ``--machine NAME`` with profile and lab, ``--steps N`` with launch, ``--lab 
 Each returns what it shows: ``run = %harmony launch loader``.
 """
 _MAGIC = "harmony"
-_SHOWN = (("harmony_lab.lab", "Lab"), ("harmony_lab.run", "Run"))
+
+_views: dict[Any, Views] = {}  # by shell
 
 
 def load(ipython: Any) -> None:
     """Register the magic, its completion and the views; imports nothing heavy."""
     magic = _Magic(ipython)
+    views = _views[ipython] = Views(ipython)
+    views.load()
 
     def harmony(line: str) -> Any:
         return magic(line)
@@ -43,62 +47,13 @@ def load(ipython: Any) -> None:
     harmony.__doc__ = _HELP
     ipython.register_magic_function(harmony, "line", _MAGIC)
     ipython.set_hook("complete_command", magic.complete, str_key=f"%{_MAGIC}")
-    formatter = ipython.display_formatter.mimebundle_formatter
-    views = _Views()
-    formatter.for_type_by_name(*_SHOWN[0], views.lab)
-    formatter.for_type_by_name(*_SHOWN[1], views.run)
 
 
 def unload(ipython: Any) -> None:
     """Take it all away again; Labs that the user named are closed, and with them their runs."""
-    for lab in _labs(ipython.user_ns).values():
-        lab.close()
+    _views.pop(ipython).unload()
     ipython.magics_manager.magics["line"].pop(_MAGIC, None)
     ipython.strdispatchers["complete_command"].strs.pop(f"%{_MAGIC}", None)
-    formatter = ipython.display_formatter.mimebundle_formatter
-    for module, name in _SHOWN:
-        if f"{module}.{name}" in formatter:
-            formatter.pop(f"{module}.{name}")
-
-
-# -- views ------------------------------------------------------------------------------------------------------------
-
-
-class _Views:
-    """Widgets of Labs and Runs; shown twice, an object has one widget in two places."""
-
-    def __init__(self) -> None:
-        self._dashboards: dict[int, Any] = {}
-
-    def lab(self, lab: "Lab") -> dict[str, str]:
-        """The dashboard, and a static form for viewers that have no widgets."""
-        bundle = {"text/html": lab._repr_html_(), "text/plain": repr(lab)}
-        if lab.closed:
-            return bundle
-        dashboard = self._dashboards.get(id(lab))
-        if dashboard is None:
-            from harmony_lab.notebook.dashboard import Dashboard
-
-            dashboard = Dashboard(lab)
-            self._dashboards[id(lab)] = dashboard
-            lab.subscribe(lambda event: self._forget(lab, event))
-        dashboard.start()
-        return _with_view(dashboard.view, bundle)
-
-    def _forget(self, lab: "Lab", event: str) -> None:
-        if event == "closed":
-            self._dashboards.pop(id(lab), None)
-
-    def run(self, run: Any) -> dict[str, str]:
-        bundle = {"text/html": run._repr_html_(), "text/plain": repr(run)}
-        from harmony_lab.notebook.live import RunPanel
-
-        return _with_view(RunPanel(run).view, bundle)
-
-
-def _with_view(widget: Any, bundle: dict[str, str]) -> dict[str, Any]:
-    shown: dict[str, Any] = widget._repr_mimebundle_()
-    return {**shown, **bundle}
 
 
 # -- the magic --------------------------------------------------------------------------------------------------------
@@ -143,7 +98,7 @@ _NAMES: Mapping[str, Sequence[str]] = {
 class _Magic:
     def __init__(self, ipython: Any) -> None:
         self._ipython = ipython
-        self._made: Lab | None = None  # by the magic itself: it may have no name yet
+        self._made: weakref.ref[Lab] | None = None  # by the magic itself: it may have no name yet
 
     def __call__(self, line: str) -> Any:
         """Run one command and return what it made.  A user's error is one message without a traceback."""
@@ -188,7 +143,7 @@ class _Magic:
         model, batch, *optimizer = self._operands(arguments, "model", "batch", "optimizer")
         if arguments.minibatch is None:
             raise UsageError("%harmony lab: how many samples has a minibatch? give --minibatch N")
-        self._made = Lab(
+        made = Lab(
             model,
             batch,
             optimizer[0] if optimizer else None,
@@ -196,7 +151,8 @@ class _Magic:
             minibatch_size=arguments.minibatch,
             machine=self._chosen_machine(arguments),
         )
-        return self._made
+        self._made = weakref.ref(made)
+        return made
 
     def _plan(self, arguments: argparse.Namespace) -> Any:
         return self._lab_at_hand(arguments).prepare().result
@@ -240,11 +196,12 @@ class _Magic:
 
     def _lab_at_hand(self, arguments: argparse.Namespace) -> "Lab":
         if arguments.lab_name:
-            named: Lab = self._value(arguments.lab_name)
-            return named
-        labs = _labs(self._ipython.user_ns)
-        if self._made is not None and not self._made.closed and self._made not in labs.values():
-            labs["the one %harmony lab made"] = self._made
+            given: Lab = self._value(arguments.lab_name)
+            return given
+        labs = named(self._ipython.user_ns)
+        made = None if self._made is None else self._made()
+        if made is not None and not made.closed and made not in labs.values():
+            labs["the one %harmony lab made"] = made
         if not labs:
             raise UsageError(
                 "%harmony: there is no open Lab; make one: %harmony lab MODEL BATCH OPTIMIZER --minibatch N"
@@ -252,16 +209,3 @@ class _Magic:
         if len(labs) > 1:
             raise UsageError(f"%harmony: several Labs are open ({', '.join(labs)}); say which with --lab NAME")
         return next(iter(labs.values()))
-
-
-def _labs(namespace: Mapping[str, Any]) -> "dict[str, Lab]":
-    """Open Labs by name, each once; where the module was never loaded there is none, and torch stays unloaded."""
-    module = sys.modules.get("harmony_lab.lab")
-    if module is None:
-        return {}
-    found: dict[str, Lab] = {}
-    for name, value in list(namespace.items()):
-        is_lab = not name.startswith("_") and isinstance(value, module.Lab)
-        if is_lab and not value.closed and value not in found.values():
-            found[name] = value
-    return found

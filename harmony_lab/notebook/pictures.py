@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 import ipywidgets
 
-from harmony_lab.figures.candidates import candidates_scatter
-from harmony_lab.figures.memory import memory_timeline
-from harmony_lab.figures.swaps import swap_heatmap
-from harmony_lab.figures.timeline import compare, timeline
+from harmony_lab.figures.candidates import candidates_spec
+from harmony_lab.figures.memory import memory_spec
+from harmony_lab.figures.swaps import swap_spec
+from harmony_lab.figures.timeline import TIMELINE_LEFT, compare_spec, timeline_spec
 from harmony_lab.notebook.plot import Plot
 from harmony_lab.trace import Trace
 
@@ -39,15 +39,13 @@ class Pictures:
         )
 
     def show_plan(self, trace: Trace) -> None:
-        over_time, memory = timeline(trace), memory_timeline(trace)
-        memory.update_layout(margin_l=over_time.layout.margin.l)  # one below the other, one time axis
-        self.timeline.show(over_time)
-        self.memory.show(memory)
-        self.swaps.show(swap_heatmap(trace))
+        self.timeline.show(timeline_spec(trace))
+        self.memory.show(memory_spec(trace, left=TIMELINE_LEFT))  # one below the other, one time axis
+        self.swaps.show(swap_spec(trace))
 
     def show_candidates(self, frame: "pandas.DataFrame") -> None:
-        self.candidates.show(candidates_scatter(frame))
+        self.candidates.show(candidates_spec(frame))
 
     def show_measured(self, predicted: Trace, measured: Trace) -> None:
         self._unmeasured.value = ""
-        self.measured.show(compare(predicted, measured))
+        self.measured.show(compare_spec(predicted, measured))

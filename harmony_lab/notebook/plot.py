@@ -1,43 +1,35 @@
-"""Plot: a plotly figure as a widget.  The 5 MB of plotly.js travel to a page once, not once per figure."""
+"""Plot: a plotly figure as a widget.  The 5 MB of plotly.js travel to a page once, compressed, not once per figure."""
 
 import json
 import zlib
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import anywidget
 import traitlets
 from plotly.offline import get_plotlyjs
 
-__all__ = ["STATIC", "Plot"]
+from harmony_lab.figures.spec import Spec, spec_json
+from harmony_lab.notebook.static_files import static_text
 
-STATIC = Path(__file__).parent / "static"
-# plotly.js is a script for CommonJS; around it goes what makes it a module that hands itself to plot.js.
-_BEFORE = "const module = {exports: {}};\n"
-_AFTER = """
-const point = (globalThis[Symbol.for("harmony_lab.plotly")] ??= {});
-if (point.resolve) point.resolve(module.exports);
-else point.promise = Promise.resolve(module.exports);
-export default {};
-"""
+__all__ = ["Plot"]
 
 
 class Plot(anywidget.AnyWidget):
     """A figure that is redrawn whole when ``packed``, its compressed JSON, changes; any thread may call ``show``."""
 
-    _esm = STATIC / "plot.js"
-    _css = STATIC / "plot.css"
+    _esm = static_text("plot.js")
+    _css = static_text("plot.css")
     packed = traitlets.Bytes(b"").tag(sync=True)
 
-    def __init__(self, figure: Any = None) -> None:
+    def __init__(self, spec: Spec | None = None) -> None:
         _carry_library()
         super().__init__()
-        if figure is not None:
-            self.show(figure)
+        if spec is not None:
+            self.show(spec)
 
-    def show(self, figure: Any) -> None:
-        """Draw a ``plotly.graph_objects.Figure``."""
-        self.packed = zlib.compress(figure.to_json(validate=False).encode(), level=1)
+    def show(self, spec: Spec) -> None:
+        self.packed = zlib.compress(spec_json(spec).encode(), level=1)
 
     @property
     def figure(self) -> dict[str, Any]:
@@ -46,9 +38,27 @@ class Plot(anywidget.AnyWidget):
 
 
 class _PlotlyLibrary(anywidget.AnyWidget):
-    """Carries plotly.js; has nothing to show."""
+    """Sends plotly.js to a page that asks; has nothing to show.
 
-    _esm = _BEFORE + get_plotlyjs() + _AFTER
+    The script is no part of the widget's state, which notebooks may be saved with.
+    """
+
+    _esm = static_text("library.js")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_msg(_send_plotly)
+
+
+def _send_plotly(library: Any, _content: Any, _buffers: Any) -> None:
+    library.send({}, buffers=[_packed_plotly()])
+
+
+@cache
+def _packed_plotly() -> bytes:
+    # plotly.js is a script for CommonJS; around it goes what makes it a module.
+    script = f"const module = {{exports: {{}}}};\n{get_plotlyjs()}\nexport default module.exports;\n"
+    return zlib.compress(script.encode(), level=6)
 
 
 _carried: list[_PlotlyLibrary] = []

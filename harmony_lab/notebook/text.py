@@ -1,16 +1,16 @@
 """Short texts of the dashboard as HTML: notes, errors and the figures of a plan beside those of another."""
 
 from html import escape
-from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
+from harmony_lab.notebook.static_files import static_text
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from harmony_lab.lab import Preview
 
-__all__ = ["Tile", "error_html", "note_html", "stylesheet_html", "tiles", "tiles_html"]
+__all__ = ["Tile", "Weighed", "error_html", "note_html", "stylesheet_html", "tiles", "tiles_html", "weighed"]
 
 
 class Tile(NamedTuple):
@@ -22,19 +22,30 @@ class Tile(NamedTuple):
     worse: bool | None = None
 
 
-def tiles(preview: "Preview", reference: "Preview") -> list[Tile]:
+class Weighed(NamedTuple):
+    """A plan, and the most bytes that any timing of it can have alive, per device."""
+
+    preview: "Preview"
+    peak_bytes: tuple[int, ...]
+
+
+def weighed(preview: "Preview") -> Weighed:
+    return Weighed(preview, peak_bytes(preview.program))
+
+
+def tiles(plan: Weighed, reference: Weighed) -> list[Tile]:
     """Step time, throughput, peak memory, swap volume and idle share, with the change against the reference."""
-    trace, before = preview.trace, reference.trace
+    preview, peaks = plan
+    trace, before = preview.trace, reference.preview.trace
     budgets = preview.program.budgets
-    peaks, peaks_before = peak_bytes(preview.program), peak_bytes(reference.program)
     tightest = max(range(len(budgets)), key=lambda device: peaks[device] / budgets[device])
     return [
         Tile("step", format_seconds(trace.makespan_s), *_delta(trace.makespan_s, before.makespan_s)),
         Tile("throughput", f"{preview.plan.minibatch_size / trace.makespan_s:.3g} samples/s"),
         Tile(
-            f"peak on {trace.machine.devices[tightest].name}",
+            f"peak on {trace.machine.devices[tightest].name}, at most",
             f"{format_bytes(peaks[tightest])} of {format_bytes(budgets[tightest])}",
-            *_delta(max(peaks), max(peaks_before)),
+            *_delta(max(peaks), max(reference.peak_bytes)),
         ),
         Tile("swapped", format_bytes(trace.swap_bytes), *_delta(trace.swap_bytes, before.swap_bytes)),
         Tile("devices idle", f"{trace.bubble_fraction:.0%}", f"was {before.bubble_fraction:.0%}"),
@@ -68,7 +79,7 @@ def _delta_html(tile: Tile) -> str:
 
 
 def note_html(message: str) -> str:
-    return f'<div class="harmony-note">{escape(message)}</div>' if message else ""
+    return f'<div class="harmony-note" role="status">{escape(message)}</div>' if message else ""
 
 
 def error_html(message: str) -> str:
@@ -78,5 +89,4 @@ def error_html(message: str) -> str:
 
 def stylesheet_html() -> str:
     """The dashboard's style sheet, for a widget that holds HTML."""
-    css = files("harmony_lab.notebook").joinpath("static", "dashboard.css").read_text(encoding="utf-8")
-    return f"<style>{css}</style>"
+    return f"<style>{static_text('dashboard.css')}</style>"

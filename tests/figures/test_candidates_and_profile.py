@@ -1,13 +1,15 @@
 """Figures of rankings, profiles and losses show the numbers they are given."""
 
+import numpy as np
 import pytest
 import toy_profiles
 from figures.pipelines import MIB, ranking, small_profile
 
 from harmony_lab.errors import OutOfRangeError
 from harmony_lab.figures.candidates import candidates_scatter
-from harmony_lab.figures.loss import loss_curve
+from harmony_lab.figures.loss import loss_curve, loss_spec
 from harmony_lab.figures.profile import profile_figure
+from harmony_lab.figures.spec import spec_json
 from harmony_lab.figures.tables import candidates_html, profile_html
 from harmony_lab.figures.theme import MODE_COLOURS, OP_COLOURS, TENSOR_COLOURS
 from harmony_lab.plan import Mode
@@ -26,6 +28,11 @@ def test_every_candidate_is_a_point_of_its_modes_colour() -> None:
         assert list(points.customdata) == rows["rank"].tolist()
     best = figure.data[-1]
     assert (best.x[0], best.y[0]) == pytest.approx((frame["peak_bytes"][0] / MIB, frame["step_s"][0] * 1e3))
+
+
+def test_both_axes_of_the_candidates_start_at_nothing() -> None:
+    layout = candidates_scatter(ranking()).layout
+    assert (layout.xaxis.rangemode, layout.yaxis.rangemode) == ("tozero", "tozero")
 
 
 def test_no_candidates_draw() -> None:
@@ -88,6 +95,19 @@ def test_losses_are_drawn_by_step() -> None:
     assert list(line.x) == [1, 2, 3]
     assert list(line.y) == [3.0, 2.5, 2.0]
     assert loss_curve([]).layout.title.text == "Loss: no step yet"
+
+
+def test_a_long_curve_is_thinned_without_losing_its_extremes() -> None:
+    losses = [3.0 + 0.1 * (step % 7) for step in range(10_000)]
+    losses[4321], losses[8765], losses[5000] = 99.0, -1.0, float("nan")
+    line = loss_curve(losses).data[0]
+    shown = dict(zip(line.x, line.y, strict=True))
+    assert len(shown) <= 2000
+    assert (shown[4322], shown[8766], shown[1], shown[10_000]) == (99.0, -1.0, losses[0], losses[-1])
+    assert all(shown[step] == losses[step - 1] for step in shown if step != 5001)
+    assert np.isnan(shown[5001])
+    assert (np.diff(line.x) > 0).all()
+    assert len(spec_json(loss_spec(losses))) < 50_000
 
 
 def test_the_planners_ranking_draws() -> None:

@@ -7,10 +7,11 @@ import pytest
 from figures.pipelines import MIB, long_trace, pipeline_trace
 
 from harmony_lab.figures.footprint import INCLUDED, footprints
-from harmony_lab.figures.memory import memory_timeline
+from harmony_lab.figures.memory import memory_spec, memory_timeline
+from harmony_lab.figures.spec import spec_json
 from harmony_lab.figures.theme import ALARM_COLOUR, TENSOR_COLOURS, label
 from harmony_lab.program import TensorKind
-from harmony_lab.trace import MemoryTimeline
+from harmony_lab.trace import MemoryTimeline, Origin
 
 
 def stack_top_mib(figure, row: int) -> np.ndarray:
@@ -82,11 +83,34 @@ def test_the_figure_says_what_its_numbers_include() -> None:
     assert "without framework context" in INCLUDED
 
 
-def test_the_peak_stands_beside_the_budget() -> None:
+def test_the_peak_stands_beside_the_budget_and_says_of_what_it_is() -> None:
     notes = [note.text for note in memory_timeline(pipeline_trace()).layout.annotations]
-    assert notes == ["emu0: peak 5.75 MiB of 8.00 MiB", "emu1: peak 7.75 MiB of 8.00 MiB"]
+    assert notes == [
+        "emu0: peak 5.75 MiB of 8.00 MiB in this prediction",
+        "emu1: peak 7.75 MiB of 8.00 MiB in this prediction",
+    ]
+    measured = memory_timeline(pipeline_trace(Origin.MEASURED)).layout.annotations
+    assert measured[0].text == "emu0: peak 5.75 MiB of 8.00 MiB in this measurement"
+
+
+def test_a_device_that_holds_nothing_has_no_panel() -> None:
+    trace = pipeline_trace()
+    idle = replace(trace.memory[0], num_bytes=np.zeros_like(trace.memory[0].num_bytes))
+    one = memory_timeline(replace(trace, memory=(idle, trace.memory[1])))
+    assert [note.text.split(":")[0] for note in one.layout.annotations] == ["emu1"]
+    assert {area.yaxis for area in one.data} == {"y"}
+    none = memory_timeline(replace(trace, memory=(idle, idle)))
+    assert len(none.layout.annotations) == 2
+
+
+def test_panels_share_the_time_axis_and_do_not_overlap() -> None:
+    layout = memory_timeline(pipeline_trace()).layout
+    assert layout.xaxis.matches == "x2"
+    assert layout.yaxis2.domain[0] == 0
+    assert layout.yaxis2.domain[1] < layout.yaxis.domain[0]
+    assert layout.yaxis.domain[1] == 1
 
 
 @pytest.mark.parametrize("num_devices", [1, 4, 8])
 def test_a_hundred_thousand_ops_travel_in_less_than_200_kb(num_devices: int) -> None:
-    assert len(memory_timeline(long_trace(100_000, num_devices)).to_json()) < 200_000
+    assert len(spec_json(memory_spec(long_trace(100_000, num_devices)))) < 200_000

@@ -70,7 +70,7 @@ def test_timelines_name_rows_units_and_kinds() -> None:
 
 def test_memory_shows_peaks_budgets_and_colours_of_the_kinds() -> None:
     svg = memory_svg(pipeline_trace())
-    assert "emu1: peak 7.75 MiB of 8.00 MiB" in texts(svg)
+    assert "emu1: peak 7.75 MiB of 8.00 MiB in this prediction" in texts(svg)
     assert "8 MiB" in texts(svg)
     assert TENSOR_COLOURS[TensorKind.SAVED] in svg
     assert "stroke-dasharray" in svg

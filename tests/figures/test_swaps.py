@@ -7,7 +7,8 @@ import pytest
 import toy_profiles
 from figures.pipelines import MIB, long_trace, pipeline_trace
 
-from harmony_lab.figures.swaps import candidate_heatmap, link_utilisation, swap_heatmap
+from harmony_lab.figures.spec import spec_json
+from harmony_lab.figures.swaps import candidate_heatmap, link_utilisation, swap_heatmap, swap_spec
 from harmony_lab.figures.theme import TENSOR_COLOURS, label
 from harmony_lab.figures.volumes import Way, volumes_of_packs
 from harmony_lab.machine import HOST
@@ -84,4 +85,4 @@ def test_nothing_moved_draws_and_says_so() -> None:
 
 
 def test_the_heatmap_of_a_long_trace_is_small() -> None:
-    assert len(swap_heatmap(long_trace(3000)).to_json()) < 50_000
+    assert len(spec_json(swap_spec(long_trace(3000)))) < 50_000

@@ -1,12 +1,14 @@
 """Timelines show the trace's numbers, also where bars are merged."""
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 from figures.pipelines import long_trace, pipeline_trace, trace_of
 
 from harmony_lab.figures.lanes import KINDS, lanes, thinned
+from harmony_lab.figures.spec import spec_json
 from harmony_lab.figures.theme import OP_COLOURS, label
-from harmony_lab.figures.timeline import compare, timeline
+from harmony_lab.figures.timeline import compare, timeline, timeline_spec
 from harmony_lab.machine import HOST
 from harmony_lab.program import Op, OpKind, Program, Stream
 from harmony_lab.trace import Origin
@@ -93,13 +95,14 @@ def test_few_ops_are_not_merged() -> None:
 
 
 def test_three_thousand_ops_travel_in_less_than_300_kb() -> None:
-    assert len(timeline(long_trace(3000)).to_json()) < 300_000
+    assert len(spec_json(timeline_spec(long_trace(3000)))) < 300_000
 
 
 def test_a_hundred_thousand_ops_draw_and_travel_in_less_than_300_kb() -> None:
     trace = long_trace(100_000)
-    figure = timeline(trace)
-    assert len(figure.to_json()) < 300_000
+    spec = timeline_spec(trace)
+    assert len(spec_json(spec)) < 300_000
+    figure = go.Figure(spec)
     unit_s = {"ms": 1e-3, "s": 1.0}[figure.layout.xaxis.title.text[6:-1]]
     busy = sum(float(np.sum(t.x, dtype=np.float64)) for t in figure.data) * unit_s
     assert busy == pytest.approx(float((trace.end_s - trace.start_s).sum()), rel=1e-5)

@@ -1,10 +1,14 @@
 """Dashboard: what happens between Lab, controls and pictures, without a front end."""
 
+import gc
 import threading
+import weakref
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import harmony_lab as hl
 from harmony_lab.notebook.candidates import NONE_CHOSEN
@@ -216,13 +220,40 @@ def test_closing_the_lab_ends_threads_and_leaves_the_last_state_visible(dashboar
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("harmony-lab dashboard")]
 
 
-def test_plotly_travels_once_however_many_figures_there_are(dashboard):
+def test_plotly_is_sent_when_a_page_asks_and_is_no_widgets_state(dashboard, monkeypatch):
     figures = [*vars(dashboard.pictures).values(), Plot()]
     plots = [figure for figure in figures if isinstance(figure, Plot)]
     assert len(plots) == 6
-    assert max(len(plot.get_state()["_esm"]) for plot in plots) < 10_000
     (library,) = _carried
-    assert len(library.get_state()["_esm"]) > 1_000_000
+    assert max(len(widget.get_state()["_esm"]) for widget in [library, *plots]) < 10_000
+    sent: list[Any] = []
+    monkeypatch.setattr(type(library), "send", lambda self, content, buffers: sent.append(buffers))
+    library._handle_custom_msg({}, [])
+    ((packed,),) = sent
+    assert len(packed) < 2_000_000
+    assert b"export default module.exports" in zlib.decompress(packed)
+
+
+def test_widgets_alone_do_not_keep_a_dashboard_or_its_run_alive(batches):
+    def shown() -> tuple[Any, ...]:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        optimizer = torch.optim.Adam(model.parameters())
+        machine = hl.Machine.emulated(1, memory="1MiB", link="1GB/s")
+        lab = hl.Lab(
+            model, batches[0], optimizer, loss_fn=torch.nn.functional.mse_loss, minibatch_size=8, machine=machine
+        )
+        dashboard = Dashboard(lab, namespace=dict)
+        lab.launch(batches, 1).wait(PATIENCE_S)
+        assert dashboard.settle(PATIENCE_S)
+        lab.close()
+        assert dashboard.launcher.panel.settle(PATIENCE_S)
+        return weakref.ref(lab), weakref.ref(model), dashboard.view
+
+    lab, model, view = shown()
+    gc.collect()
+    assert lab() is None
+    assert model() is None
+    assert view.comm is not None
 
 
 def test_a_superseded_variation_that_arrives_late_is_not_taken_for_a_choice_from_elsewhere():

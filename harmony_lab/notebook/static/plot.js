@@ -1,5 +1,5 @@
 // One plotly figure, drawn anew whenever the trait "packed" changes, with text in the colour of JupyterLab's theme.
-// plotly.js arrives once per page, with another widget (plot.py, _PlotlyLibrary); the two meet in a promise.
+// plotly.js arrives once per page, through another widget (library.js); the two meet in a promise.
 function meetingPoint() {
   let resolve;
   const promise = new Promise((done) => (resolve = done));
@@ -23,6 +23,7 @@ async function render({ model, el }) {
   const plot = el.appendChild(document.createElement("div"));
   plot.setAttribute("role", "img");
   const plotly = await library.promise;
+  el.classList.add("harmony-live"); // there is a kernel: the static form beside is not needed (dashboard.css)
 
   const paint = async () => {
     const packed = model.get("packed");

@@ -20,6 +20,7 @@ function render({ model, el }) {
     const line = document.createElement("tr");
     const radio = Object.assign(document.createElement("input"), { type: "radio", name: group });
     radio.setAttribute("aria-label", texts.join(", "));
+    radio.dataset.lmSuppressShortcuts = "true"; // or JupyterLab takes the arrow keys to move among cells
     radio.addEventListener("change", () => choose(index));
     line.addEventListener("click", () => choose(index));
     line.append(document.createElement("td"), ...texts.map((text) => cell("td", text)));
@@ -37,6 +38,7 @@ function render({ model, el }) {
 
   const draw = () => {
     const table = document.createElement("table");
+    table.setAttribute("aria-label", "candidates, best first");
     const head = table.createTHead().insertRow();
     head.append(cell("th", ""), ...model.get("columns").map((name) => cell("th", name)));
     table.createTBody().append(...model.get("rows").map(row));

@@ -1,0 +1,32 @@
+// Names of the controls for screen readers: ipywidgets writes a control's description beside it, without tying the two.
+const NAMED = ".noUi-handle, select, textarea, input:not([type=radio]), .widget-readout";
+
+function nameControls(root) {
+  for (const row of root.querySelectorAll(".widget-inline-hbox")) {
+    const label = row.querySelector(":scope > .widget-label")?.textContent.trim();
+    if (!label) continue;
+    row.querySelectorAll(NAMED).forEach((control) => control.setAttribute("aria-label", label));
+    row.querySelectorAll(".noUi-handle").forEach((handle) => (handle.dataset.lmSuppressShortcuts = "true")); // arrow keys
+    if (row.classList.contains("widget-toggle-buttons")) {
+      row.setAttribute("role", "group");
+      row.setAttribute("aria-label", label);
+    }
+  }
+}
+
+function render({ el }) {
+  let observer;
+  const start = requestAnimationFrame(() => {
+    const root = el.closest(".harmony-lab");
+    if (!root) return;
+    nameControls(root);
+    observer = new MutationObserver(() => nameControls(root));
+    observer.observe(root, { childList: true, subtree: true }); // controls appear one by one
+  });
+  return () => {
+    cancelAnimationFrame(start);
+    observer?.disconnect();
+  };
+}
+
+export default { render };

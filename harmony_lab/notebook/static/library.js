@@ -1,0 +1,26 @@
+// Asks the kernel for plotly.js, once per page, and hands it to every plot (plot.js); the two meet in a promise.
+function meetingPoint() {
+  let resolve;
+  const promise = new Promise((done) => (resolve = done));
+  return { promise, resolve };
+}
+const library = (globalThis[Symbol.for("harmony_lab.plotly")] ??= meetingPoint());
+
+async function loaded(packed) {
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const script = new Blob([await new Response(stream).text()], { type: "text/javascript" });
+  const address = URL.createObjectURL(script);
+  const module = await import(/* webpackIgnore: true */ address);
+  URL.revokeObjectURL(address);
+  return module.default;
+}
+
+function initialize({ model }) {
+  if (library.arrived) return;
+  model.on("msg:custom", (_, buffers) => {
+    library.arrived ??= loaded(buffers[0]).then(library.resolve);
+  });
+  model.send({});
+}
+
+export default { initialize };
