@@ -17,7 +17,7 @@ from harmony_lab.errors import DecomposeError
 from harmony_lab.profiler.batch import BatchStructure
 from harmony_lab.profiler.nodes import describe
 from harmony_lab.profiler.pieces import EvenPieces
-from harmony_lab.profiler.refusals import refuse_custom_gradients
+from harmony_lab.profiler.refusals import RefuseTensorHooks, refuse_custom_gradients, refuse_python_state
 
 __all__ = ["Captured", "Source", "capture", "loss_of"]
 
@@ -83,7 +83,7 @@ class _Training(nn.Module):
             # One symbol from here on, not one for each tensor.
             torch._check(length == lengths[0])  # type: ignore[no-untyped-call] # torch's has no types
         batch = self.structure.rebuild(tensors)
-        with EvenPieces():
+        with EvenPieces(), RefuseTensorHooks(), refuse_python_state(self.model):
             if self.loss_fn is None:
                 loss = loss_of(call_model(self.model, batch))
             else:

@@ -14,7 +14,7 @@ from torch import fx
 
 from harmony_lab.errors import DecomposeError
 from harmony_lab.profiler.graph import DataFlow
-from harmony_lab.profiler.nodes import argument, describe, op_family, size_factor
+from harmony_lab.profiler.nodes import argument, describe, op_family, size_factor, uses_number_of_samples
 
 __all__ = ["LossReduction", "LossTerm", "not_recognised", "reduction_of"]
 
@@ -108,6 +108,8 @@ class _Reader:
             return [LossTerm(node, reduction)]
         if name == "div" and _shape(node) == ():
             return self._quotient(node)
+        if name != "div" and any(uses_number_of_samples(value, self.flow.captured.symbol) for value in node.args):
+            raise not_recognised(node)
         if name == "mul" and operands:
             factors = [operand for operand in operands if operand not in self.flow.trunk]
             scaled = [operand for operand in operands if operand in self.flow.trunk]

@@ -17,6 +17,7 @@ __all__ = [
     "op_name",
     "size_factor",
     "tensor_inputs",
+    "uses_number_of_samples",
 ]
 
 
@@ -69,6 +70,14 @@ def size_factor(value: Any, symbol: Any) -> tuple[int, int] | None:
     if not isinstance(value, torch.SymInt) or value.node.expr.free_symbols - {symbol}:
         return None
     return _linear(value.node.expr, symbol)
+
+
+def uses_number_of_samples(argument: Any, symbol: Any) -> bool:
+    """Whether a call's argument is a number that grows with the number of samples."""
+    if not isinstance(argument, fx.Node) or isinstance(argument.meta.get("val"), torch.Tensor):
+        return False
+    value = argument.meta.get("val")
+    return isinstance(value, torch.SymInt | torch.SymFloat) and symbol in value.node.expr.free_symbols
 
 
 @cache

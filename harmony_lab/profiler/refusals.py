@@ -1,16 +1,76 @@
-"""What a captured graph cannot hold, told before it is lost: gradients that the user changes by hand."""
+"""What a captured graph cannot hold, told before it is lost: gradients changed by hand, state and chance in Python."""
 
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from harmony_lab.errors import DecomposeError
 from harmony_lab.layers import LayerSequence
 
-__all__ = ["refuse_custom_gradients", "refuse_gradient_hooks", "refuse_shared_updates"]
+__all__ = [
+    "RefuseTensorHooks",
+    "refuse_custom_gradients",
+    "refuse_gradient_hooks",
+    "refuse_python_state",
+    "refuse_shared_updates",
+]
 
 
 # Functions whose own backward is the derivative of their forward, written out: the graph's gradient is the same.
 _OWN_DERIVATIVE = {"transformers.models.bloom.modeling_bloom.GeLUFunction"}
+
+
+class RefuseTensorHooks(TorchFunctionMode):
+    """While active, a hook registered on a tensor raises ``DecomposeError``: it would not run."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+            raise DecomposeError(
+                "the model registers a gradient hook on a tensor in its forward, which would not run; write what it "
+                "does with differentiable operations, such as a sum of x.detach() and a scaled x"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def refuse_python_state(model: nn.Module) -> Iterator[None]:
+    """Raise ``DecomposeError`` where what runs inside draws Python's random numbers or counts in attributes.
+
+    A graph would hold the one number that was there when it was captured.
+    """
+    chance, numbers = _chance(), _numbers(model)
+    yield
+    if _chance() != chance:
+        raise DecomposeError(
+            "the model's forward draws random numbers from Python or numpy, which a graph would hold as they were "
+            "once; draw them with torch (torch.rand, dropout), or before the model, as part of the batch"
+        )
+    changed = [name for name, value in _numbers(model).items() if value != numbers.get(name, value)]
+    if changed:
+        raise DecomposeError(
+            f"the model's forward changes numbers that it keeps in Python: {', '.join(changed[:5])}; a graph would "
+            "hold them as they were once.  Keep them in buffers, or pass them with the batch"
+        )
+
+
+def _chance() -> tuple[Any, ...]:
+    of_numpy: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    return random.getstate(), repr(of_numpy.get("gauss")), bytes(of_numpy["state"]["key"]), of_numpy["state"]["pos"]
+
+
+def _numbers(model: nn.Module) -> dict[str, float]:
+    return {
+        f"{path}.{name}".removeprefix("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:

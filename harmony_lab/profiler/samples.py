@@ -21,6 +21,7 @@ from harmony_lab.profiler.nodes import (
     is_batch_norm,
     op_family,
     tensor_inputs,
+    uses_number_of_samples,
 )
 from harmony_lab.profiler.randomness import BatchDim
 
@@ -132,6 +133,7 @@ def _part(whole: BatchDim | None, rows: int) -> int | None:
 _MOVES = ("transpose", "permute", "movedim", "swapaxes", "swapdims", "t", "select", "unbind", "expand", "sym_size")
 _PLACES = (*_RESHAPES, *_PARTS, *_SPLITS, *_MOVES, "cat", "stack", "repeat_interleave")
 _COPIES = ("to", "_to_copy", "alias", "expand", "clone", "contiguous")
+_ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow")
 _VALUELESS = ("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
 
 
@@ -155,6 +157,8 @@ def meetings(nodes: Iterable[fx.Node], located: Located, symbol: Any, apart: Col
 def _may_meet(node: fx.Node, inputs: list[fx.Node], located: Located, symbol: Any) -> bool:
     if op_family(node) in _VALUELESS:
         return False
+    if op_family(node) in _ARITHMETIC and any(uses_number_of_samples(value, symbol) for value in node.args):
+        return True
     growing = growing_dims(node, symbol)
     grows_before = any(growing_dims(source, symbol) != [] for source in inputs)
     if isinstance(node.meta.get("val"), torch.Tensor) and grows_before and (growing is None or len(growing) != 1):

@@ -1,6 +1,7 @@
 """decompose: layers compute what the plain model computes, and say what crosses between them."""
 
 import copy
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -769,3 +770,48 @@ def test_one_value_per_channel_is_refused_as_by_the_module() -> None:
     layers = decompose(sequential(), mlp_batch(4), functional.cross_entropy)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         run_layers(layers, mlp_batch(1))
+
+
+class _Two(nn.Module):
+    """Two linear layers with something of the test's own in between; returns the loss."""
+
+    def __init__(self, between: Callable[["_Two", torch.Tensor], torch.Tensor], scale: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 5)
+        self.between, self.scale, self.calls = between, scale, 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(self.b(self.between(self, self.a(x))), y)
+        return self.scale(loss, x)
+
+
+def _hooked(model: _Two, x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: gradient * 0.1)
+    return x
+
+
+def _counting(model: _Two, x: torch.Tensor) -> torch.Tensor:
+    model.calls += 1
+    return x * model.calls
+
+
+def _at_random(model: _Two, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if random.random() < 0.5 else x
+
+
+@pytest.mark.parametrize(
+    ("between", "scale", "message"),
+    [
+        (_hooked, lambda loss, x: loss, "gradient hook on a tensor"),
+        (_counting, lambda loss, x: loss, "keeps in Python: calls"),
+        (_at_random, lambda loss, x: loss, "random numbers from Python"),
+        (lambda model, x: x * x.shape[0], lambda loss, x: loss, "samples of a batch meet"),
+        (lambda model, x: x, lambda loss, x: loss * x.shape[0], "losses combine|losses of microbatches combine"),
+        (lambda model, x: x, lambda loss, x: loss * (1 + x.shape[0]), "losses combine|losses of microbatches combine"),
+    ],
+)
+def test_what_a_graph_would_freeze_or_lose_is_refused(
+    between: Callable[[_Two, torch.Tensor], torch.Tensor], scale: Callable[..., Any], message: str
+) -> None:
+    with pytest.raises(DecomposeError, match=message):
+        decompose(_Two(between, scale), mlp_batch(4))
