@@ -133,9 +133,10 @@ def _bench_models(options: argparse.Namespace, console: Console) -> int:
             seconds = (format_seconds(row["decompose_s"]), format_seconds(row["profile_s"]))
             counts = (str(row["num_layers"]), str(row["num_types"]))
             table.add_row(row["model"], *counts, *seconds, f"{row['max_grad_diff']:.1e}", f"{ratio:.4f}")
-        else:
-            table.add_row(row["model"], "refused: " + row["reason"].split(".")[0])
     console.print(table)
+    for row in rows:
+        if not row["supported"]:
+            console.print(f"{row['model']} is refused: {row['reason']}", soft_wrap=True)
     if options.json:
         to_json(rows, options.json)
     return 0
