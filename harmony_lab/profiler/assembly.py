@@ -18,6 +18,7 @@ from harmony_lab.profiler.loss import LossReduction
 from harmony_lab.profiler.loss_weight import totals_of, totals_spec, weigh
 from harmony_lab.profiler.nodes import argument, describe, is_batch_norm, op_name
 from harmony_lab.profiler.randomness import BatchDim
+from harmony_lab.profiler.repeat import refuse_changed
 from harmony_lab.profiler.samples import meetings
 from harmony_lab.profiler.state import batch_specs, dtype_name, state_specs
 
@@ -197,6 +198,7 @@ class Assembly:
 
     def _flatten(self, batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         tensors, sizes = self.structure.flatten(batch)
+        refuse_changed(self.captured.numbers)
         low, high = self.captured.min_samples, self.captured.max_samples
         if sizes["batch"] < low or (high is not None and sizes["batch"] > high):
             limit = f"{low} or more" if high is None else f"{low} to {high}"

@@ -3,7 +3,8 @@
 import copy
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from torch.export.graph_signature import InputKind
 
 from harmony_lab.errors import DecomposeError
 from harmony_lab.profiler.batch import BatchStructure
+from harmony_lab.profiler.call_log import CallLog, Record
 from harmony_lab.profiler.nodes import describe
 from harmony_lab.profiler.pieces import EvenPieces
-from harmony_lab.profiler.refusals import RefuseTensorHooks, refuse_custom_gradients, refuse_python_state
+from harmony_lab.profiler.python_state import KeptAttributes, Number
+from harmony_lab.profiler.refusals import RefuseTensorHooks, refuse_custom_gradients, refuse_python_chance
+from harmony_lab.profiler.repeat import check_repeats
 
 __all__ = ["Captured", "Source", "capture", "loss_of"]
 
@@ -39,6 +43,7 @@ class Captured:
     ``sources``: of every placeholder; a tied parameter has one name however many placeholders it has.
     ``tensors``: the user's own parameters and buffers, and constants of the graph, by name.
     ``symbol``: the number of samples in symbolic shapes.
+    ``numbers``: Python state that the forward may read, which the graph holds as it was.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -47,6 +52,7 @@ class Captured:
     sources: Mapping[fx.Node, Source]
     tensors: Mapping[str, torch.Tensor]
     symbol: Any
+    numbers: Sequence[Number]
     min_samples: int
     max_samples: int | None
 
@@ -76,6 +82,7 @@ class _Training(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure
+        self.record = Record()
 
     def forward(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         lengths = [t.shape[0] for t, spec in zip(tensors, self.structure.tensors, strict=True) if spec.batched]
@@ -83,7 +90,8 @@ class _Training(nn.Module):
             # One symbol from here on, not one for each tensor.
             torch._check(length == lengths[0])  # type: ignore[no-untyped-call] # torch's has no types
         batch = self.structure.rebuild(tensors)
-        with EvenPieces(), RefuseTensorHooks(), refuse_python_state(self.model):
+        self.record.log = log = CallLog({id(tensor): name for name, tensor in self._given(tensors)})
+        with EvenPieces(), RefuseTensorHooks(), refuse_python_chance(), log:
             if self.loss_fn is None:
                 loss = loss_of(call_model(self.model, batch))
             else:
@@ -91,6 +99,12 @@ class _Training(nn.Module):
                 loss = loss_of(self.loss_fn(call_model(self.model, inputs), targets))
         refuse_custom_gradients(loss)
         return loss
+
+    def _given(self, tensors: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.named_parameters()
+        yield from self.named_buffers()
+        for spec, tensor in zip(self.structure.tensors, tensors, strict=True):
+            yield f"batch {spec.name}", tensor
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
@@ -119,13 +133,26 @@ def capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., 
     traced = _Training(_with_data(model), structure, loss_fn)
     dim = Dim("batch")
     shapes = [{0: dim} if spec.batched else None for spec in structure.tensors]
+
+    def run_export() -> Any:
+        with warnings.catch_warnings():
+            # Those that it means are told apart, and refused, by running again.
+            warnings.filterwarnings("ignore", "The tensor attributes? ", UserWarning)
+            return export(traced, (leaves,), dynamic_shapes=(shapes,), strict=False)
+
+    kept = KeptAttributes(traced.model)
     try:
-        program = export(traced, (leaves,), dynamic_shapes=(shapes,), strict=False)
+        program = run_export()
+        numbers = check_repeats(traced, traced.record, leaves, program, run_export, kept)
     except DecomposeError:
         raise
     except Exception as error:
-        raise _fixed_samples(traced, leaves, samples) or _not_exportable(model, error) from error
-    return _captured(program, training, structure)
+        raise _fixed_samples(traced, leaves, samples, error) or _not_exportable(model, error) from error
+    finally:
+        kept.put_back()
+    # What is another now was set by the runs: the forward looks after it.
+    numbers = [number for number in numbers if not number.changed]
+    return _captured(program, training, structure, numbers)
 
 
 def _with_data(model: nn.Module) -> nn.Module:
@@ -151,24 +178,35 @@ def _example_samples(training: nn.Module, structure: BatchStructure) -> int:
     return next((prime for prime in _PRIMES if prime not in taken), 73)
 
 
-def _fixed_samples(training: _Training, leaves: list[torch.Tensor], samples: int) -> DecomposeError | None:
-    """For a model that can be captured with one number of samples only, as one with a loss that pairs them.
+def _fixed_samples(
+    training: _Training, leaves: list[torch.Tensor], samples: int, error: Exception
+) -> DecomposeError | None:
+    """For a model that can be captured with one number of samples only, as one that asks for ``len`` of a tensor.
 
     That number is a prime that no other size equals: a tensor that has it twice pairs every sample with every other.
     """
+    lengths = training.record.log.lengths
     try:
         program = export(training, (leaves,), strict=False)
     except Exception:
         return None
+    where = f" at {lengths[0]}" if lengths else ", as len(x), int(x.shape[0]) or a fixed size in a reshape do"
+    cure = "write x.shape[0] in place of len(x)" if lengths else "compute with x.shape[0] itself"
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and node.op == "call_function" and list(value.shape).count(samples) > 1:
             return DecomposeError(
-                f"samples of a batch meet in {describe(node)}, which pairs each with every other, and the model fixes "
-                f"how many there are (as len(x) does; x.shape[0] does not): the losses of microbatches do not make up "
-                "the loss of the minibatch. Pass a loss_fn that looks at each sample alone"
+                f"samples of a batch meet in {describe(node)}, which pairs each with every other: the losses of "
+                "microbatches do not make up the loss of the minibatch; and the model makes the number of samples a "
+                f"constant{where}. Pass a loss_fn that looks at each sample alone; or {cure}, and loss_reduction="
+                '"mean" to train on the mean of the losses that the microbatches have each among their own samples'
             )
-    return None
+    if not lengths and "specialized it to be a constant" not in str(error):
+        return None
+    return DecomposeError(
+        f"{type(training.model).__name__} makes the number of samples a constant{where}, so it computes for batches of "
+        f"one size only: {cure}"
+    )
 
 
 def _resized(tensor: torch.Tensor, samples: int) -> torch.Tensor:
@@ -176,7 +214,7 @@ def _resized(tensor: torch.Tensor, samples: int) -> torch.Tensor:
     return tensor.detach().index_select(0, rows)
 
 
-def _captured(program: Any, training: _Training, structure: BatchStructure) -> Captured:
+def _captured(program: Any, training: _Training, structure: BatchStructure, numbers: Sequence[Number]) -> Captured:
     # First names win: a tied parameter has one name, as in model.named_parameters().
     names = {id(tensor): name for name, tensor in [*training.named_parameters(), *training.named_buffers()]}
     owned = {
@@ -205,6 +243,7 @@ def _captured(program: Any, training: _Training, structure: BatchStructure) -> C
         sources=sources,
         tensors=tensors,
         symbol=symbol,
+        numbers=numbers,
         min_samples=low,
         max_samples=high,
     )

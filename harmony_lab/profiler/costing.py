@@ -15,7 +15,7 @@ from harmony_lab.profiler.bench import Weight
 from harmony_lab.profiler.updates import UpdateCost
 from harmony_lab.units import format_bytes
 
-__all__ = ["Room", "Sizes", "assemble", "costs_by_size", "kinds_of"]
+__all__ = ["Room", "Sizes", "assemble", "costs_by_size", "kinds_of", "parameter_bytes"]
 
 _MOST_SIZES = 6
 _MOST_TRIES = 3
@@ -100,7 +100,7 @@ def _parts(layers: LayerSequence, index: int, size: int, weight: Weight) -> dict
     specs = [inputs[name] for name in set(layer.inputs)]
     specs += [layers.batch_by_name[name] for name in set(layer.batch_inputs)]
     return {
-        "parameters": _parameter_bytes(layers, index),
+        "parameters": parameter_bytes(layers, index),
         "gradients": _gradient_bytes(layers, index),
         "buffers": _buffer_bytes(layers, layer.buffers),
         "inputs": sum(spec.num_bytes(size) for spec in specs),
@@ -166,7 +166,7 @@ def _guess(layers: LayerSequence, index: int, kind: int, costs: Mapping[int, Map
     if before:
         slope = (held - needed(before[-1])) / (largest - before[-1])
     else:
-        fixed = _parameter_bytes(layers, index) + _gradient_bytes(layers, index)
+        fixed = parameter_bytes(layers, index) + _gradient_bytes(layers, index)
         slope = (held - fixed) / largest
     return largest + int((room.budget_bytes - held) / slope) if slope > 0 else largest
 
@@ -209,7 +209,7 @@ def _layer_cost(layers: LayerSequence, index: int, kind: int, update: UpdateCost
     return LayerCost(
         name=layer.name,
         kind=kind,
-        parameter_bytes=_parameter_bytes(layers, index),
+        parameter_bytes=parameter_bytes(layers, index),
         gradient_bytes=_gradient_bytes(layers, index),
         buffer_bytes=_buffer_bytes(layers, layer.buffers),
         updated_buffer_bytes=_buffer_bytes(layers, layer.updated_buffers),
@@ -221,7 +221,7 @@ def _layer_cost(layers: LayerSequence, index: int, kind: int, update: UpdateCost
     )
 
 
-def _parameter_bytes(layers: LayerSequence, index: int) -> int:
+def parameter_bytes(layers: LayerSequence, index: int) -> int:
     return sum(padded(layers.state[name].num_bytes) for name in set(layers.layers[index].parameters))
 
 

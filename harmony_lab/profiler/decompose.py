@@ -21,12 +21,14 @@ from harmony_lab.profiler.cut import Step, choose_segments
 from harmony_lab.profiler.flops import with_flops
 from harmony_lab.profiler.graph import DataFlow, analyze
 from harmony_lab.profiler.loss import LossReduction, reduction_of
+from harmony_lab.profiler.loss_refusals import IN_ONE_MICROBATCH
 from harmony_lab.profiler.modules import decompose_modules, sequential_groups
 from harmony_lab.profiler.nodes import describe, module_path, size_factor
 from harmony_lab.profiler.random_nodes import is_random
+from harmony_lab.profiler.recipe import Recipe
 from harmony_lab.profiler.refusals import refuse_gradient_hooks, refuse_shared_updates
 
-__all__ = ["decompose"]
+__all__ = ["decompose", "layers_of"]
 
 
 def decompose(
@@ -51,6 +53,11 @@ def decompose(
     ``loss_reduction``: "mean" or "sum" over samples, where it does not follow from the loss itself, or where samples
     meet in the model: then the minibatch's loss is the mean or sum of what the microbatches give each by itself.
 
+    The layers repeat what the model's Python code did when it was captured.  Counters, chance and the clock there may
+    make it do something else in the next step, so it is run again on tensors without data: a difference is refused, a
+    change in Python without one is warned of, and a batch is refused when a number in Python that forward reads has
+    another value than it had.
+
     The model is not changed.  Raises ``DecomposeError``, which names the operation and the source line and says what
     to do.
     """
@@ -71,15 +78,39 @@ def decompose(
             "statistics; call model.train() first if that is not meant",
             stacklevel=2,
         )
-    structure = BatchStructure(example_batch, ("inputs", "targets") if loss_fn is not None else ())
-    if layers is not None:
-        return _of_modules(model, [[module] for module in layers], example_batch, structure, loss_fn, loss_reduction)
+    return layers_of(
+        Recipe(
+            model=model,
+            example_batch=example_batch,
+            structure=BatchStructure(example_batch, ("inputs", "targets") if loss_fn is not None else ()),
+            loss_fn=loss_fn,
+            layers=None if layers is None else tuple(layers),
+            cut=None if cut is None else tuple(cut),
+            loss_reduction=loss_reduction,
+        )
+    )
+
+
+def layers_of(recipe: Recipe) -> LayerSequence:
+    """``decompose`` of checked arguments."""
+    return replace(_layers_of(recipe), recipe=recipe)
+
+
+def _layers_of(recipe: Recipe) -> LayerSequence:
+    model, example_batch, structure = recipe.model, recipe.example_batch, recipe.structure
+    loss_fn, loss_reduction, cut = recipe.loss_fn, recipe.loss_reduction, recipe.cut
+    if recipe.layers is not None:
+        groups = [[module] for module in recipe.layers]
+        return _of_modules(model, groups, example_batch, structure, loss_fn, loss_reduction)
     try:
         captured = capture(model, structure, loss_fn)
-    except DecomposeError:
-        if isinstance(model, nn.Sequential) and loss_fn is not None:
+    except DecomposeError as error:
+        if not isinstance(model, nn.Sequential) or loss_fn is None:
+            raise
+        try:
             return _of_modules(model, sequential_groups(model), example_batch, structure, loss_fn, loss_reduction)
-        raise
+        except DecomposeError as second:
+            raise DecomposeError(f"{error}\nNor can it be run module by module: {second}") from error
     flow = analyze(captured, is_random)
     steps = [Step(tuple(module_path(node)), _parameters_read(flow, node)) for node in flow.trunk]
     segments = choose_segments(model, steps, partial(_crossing_bytes, flow), cut)
@@ -105,13 +136,25 @@ def _with_coupling(assembly: Assembly, layers: LayerSequence, *, declared: bool)
     if coupled and runnable and not declared:
         raise DecomposeError(
             f"samples of a batch meet in {describe(suspects[coupled[0]])}: what is computed for one depends on the "
-            "others, so the losses of microbatches do not make up the loss of the minibatch. Pass "
-            'loss_reduction="mean" to train on the mean of the losses that the microbatches have each among their own '
-            "samples, or a loss_fn that looks at each sample alone"
+            f"others, so the losses of microbatches do not make up the loss of the minibatch. {IN_ONE_MICROBATCH}; or "
+            "use a loss_fn, and layers, that look at each sample alone"
         )
     refuse_shared_updates(layers)
+    _point_out_gathered_parameters(layers)
     names = (layers.layers[index].name for index in sorted({*assembly.batch_norms(), *coupled}))
     return with_flops(replace(layers, couples_samples=tuple(names)))
+
+
+def _point_out_gathered_parameters(layers: LayerSequence) -> None:
+    """A loss that reads the parameters of most layers makes the last layer as large as they are together."""
+    last = len(layers) - 1
+    others = {index for name in layers.layers[last].parameters for index in layers.state[name].layers} - {last}
+    if last > 1 and 2 * len(others) > last:
+        warnings.warn(
+            f"the loss reads parameters of {len(others)} of the {last} layers before it, so its layer needs them all "
+            "on the device at once; a penalty on weights is better left to the optimizer (weight_decay)",
+            stacklevel=5,
+        )
 
 
 def _of_modules(
@@ -124,9 +167,24 @@ def _of_modules(
 ) -> LayerSequence:
     if loss_fn is None or not any(groups):
         raise DecomposeError("layers=[...] needs at least one module, a loss_fn and batches of (inputs, targets)")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise DecomposeError("layers=[...] are run once on a few samples, which weights on the meta device cannot be")
     decomposed = decompose_modules(model, groups, example_batch, structure, loss_fn, loss_reduction)
     refuse_shared_updates(decomposed)
+    if loss_reduction is None:
+        _refuse_coupled_modules(decomposed)
     return with_flops(decomposed)
+
+
+def _refuse_coupled_modules(layers: LayerSequence) -> None:
+    alone = [index for index, layer in enumerate(layers.layers) if layer.name not in layers.couples_samples]
+    coupled = coupled_layers(layers, alone)
+    if coupled:
+        name = layers.layers[coupled[0]].name
+        raise DecomposeError(
+            f"samples of a batch meet in layer {name}: what is computed for one depends on the others, so the losses "
+            f"of microbatches do not make up the loss of the minibatch. {IN_ONE_MICROBATCH}"
+        )
 
 
 def _crossing_bytes(flow: DataFlow) -> list[int]:

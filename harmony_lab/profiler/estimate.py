@@ -17,7 +17,7 @@ from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.presets import GPU, gpu
 from harmony_lab.profiler.bench import Bench, Phase, Seconds, Weight
-from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of
+from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of, parameter_bytes
 from harmony_lab.profiler.gauges import Target
 from harmony_lab.profiler.roofline import OpCounter, Rates, Work
 from harmony_lab.profiler.steps import ProgressCallback, Steps
@@ -55,8 +55,10 @@ def estimate(
     floating-point operations at the GPU's peak rate and its bytes at the memory's, over ``efficiency``, and the GPU's
     ``launch_s``.
     ``efficiency``: the share of its peak rates that the GPU reaches, 0.7 if not known.
-    ``calibrate``: a profile measured on such a GPU, of one of these layers or more: the efficiency is the one with
-    which the layers of those names take as long as measured, at the largest microbatch measured.
+    ``calibrate``: a profile measured on such a GPU, of one of these layers or more: the efficiency is that with which
+    the layers of those names and sizes take as long as measured, at the largest microbatch measured.  For a model too
+    large to be measured, build one with two blocks of the same width, and ``profile`` and ``save`` that on the GPU:
+    ``estimate(layers, "4090", calibrate=Profile.load("two_blocks.json"))``.
 
     Updates on the host are bound by its memory: the bytes that the optimizer's ops read and write, at
     ``host_bandwidth``.  (Optimizers that multiply matrices, as Muon does, take longer than that.)
@@ -160,11 +162,25 @@ def _peak(card: GPU) -> Callable[[torch.dtype, bool], float]:
 
 def _calibrated(works: _Works, measured: Profile, card: GPU) -> float:
     """The efficiency with which the layers measured take as long as measured."""
-    names = {layer.name: index for index, layer in enumerate(works.layers.layers)}
-    shared = [(names[layer.name], layer) for layer in measured.layers if layer.name in names]
+    if measured.device.startswith("emulated"):
+        raise HarmonyError(
+            f"the profile to calibrate with is of an emulated device ({measured.device}), which tells nothing of "
+            f"{card.name}: measure one on such a GPU, or give an efficiency"
+        )
+    layers = works.layers
+    known = {
+        (layer.name, parameter_bytes(layers, index), sum(spec.num_bytes(1) for spec in layers.boundaries[index])): index
+        for index, layer in enumerate(layers.layers)
+    }
+    keys = [
+        (layer.name, layer.parameter_bytes, measured.boundary_bytes(index, 1))
+        for index, layer in enumerate(measured.layers)
+    ]
+    shared = [(known[key], layer) for key, layer in zip(keys, measured.layers, strict=True) if key in known]
     if not shared:
         raise HarmonyError(
-            f"none of the {len(measured)} layers of the profile to calibrate with has the name of one of these layers"
+            f"none of the {len(measured)} layers of the profile to calibrate with has the name, the parameters and "
+            "the inputs of one of these layers: measure a model of the same width, with two blocks or more"
         )
     size = measured.largest_microbatch
     total_s = sum(sum(layer.costs[-1][:3]) for _, layer in shared)

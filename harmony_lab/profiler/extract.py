@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator
 
 from harmony_lab.errors import DecomposeError
-from harmony_lab.layers import LayerCall
+from harmony_lab.layers import LOSS_TOTALS, LayerCall
 from harmony_lab.profiler.capture import Source
 from harmony_lab.profiler.graph import DataFlow
 from harmony_lab.profiler.layer_ops import (
@@ -29,7 +29,7 @@ from harmony_lab.profiler.random_nodes import stand_in
 
 __all__ = ["TOTALS", "Extracted", "GraphFunction", "LossEdits", "Region", "digest", "extract", "gather", "whole_graph"]
 
-TOTALS = "totals of the loss"
+TOTALS = LOSS_TOTALS
 """Name of the batch entry that layers with a loss of several terms read: see ``layer_ops.share_of_mean``."""
 
 

@@ -1,6 +1,6 @@
 """Gauges: how many bytes are alive on a device, now and at most, while layers run there."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -119,10 +119,6 @@ class Target:
     def gauge(self) -> Gauge:
         return _CudaGauge(self.device) if self._is_cuda else _TrackedGauge()
 
-    def as_when_training(self) -> AbstractContextManager[Any]:
-        """What costs time beside the layers: emulated devices count their memory op by op."""
-        return nullcontext() if self._is_cuda else MemoryTracker(_ignore, _ignore)
-
     def synchronize(self) -> None:
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
@@ -138,7 +134,3 @@ class Target:
             devices=[self.device.index] if self._is_cuda else []
         )
         return keeping
-
-
-def _ignore(num_bytes: int) -> None:
-    pass

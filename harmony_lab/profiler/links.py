@@ -125,8 +125,13 @@ def probe_links(machine: Machine) -> LinkProbe:
     Takes a second or two for four devices; nothing else should run on them.  Raises ``HarmonyError`` for a device that
     is not here.
     """
-    emulated = machine.devices[0].backend is Backend.EMULATED
-    return probe_with(_EmulatedMover(machine) if emulated else _CudaMover(machine), machine)
+    if machine.devices[0].backend is Backend.EMULATED:
+        return probe_with(_EmulatedMover(machine), machine)
+    mover = _CudaMover(machine)
+    try:
+        return probe_with(mover, machine)
+    finally:
+        mover.give_back()
 
 
 def probe_with(mover: Mover, machine: Machine) -> LinkProbe:
@@ -277,7 +282,8 @@ class _CudaMover:
     pins: tuple[bool | None, ...] = (True, False)
 
     def __init__(self, machine: Machine) -> None:
-        self._devices = [Target.of(device).device for device in machine.devices]
+        self._targets = [Target.of(device) for device in machine.devices]
+        self._devices = [target.device for target in self._targets]
         self._num_bytes = _rounded(min(_LARGEST_BYTES, *(budget // 4 for budget in machine.budgets)))
 
     def move(self, pairs: Sequence[Pair], pinned: bool | None) -> list[tuple[float, bool]]:
@@ -287,6 +293,11 @@ class _CudaMover:
             pattern = _pattern(self._num_bytes)
             blocks.append((self._at(pattern, source, pinned), self._at(nothing, destination, pinned)))
         return _timed(pairs, blocks, self._copy)
+
+    def give_back(self) -> None:
+        """The memory that blocks have taken on the devices."""
+        for target in self._targets:
+            target.give_back()
 
     def _at(self, tensor: Tensor, place: int, pinned: bool | None) -> Tensor:
         if place != HOST:

@@ -1,7 +1,8 @@
 """How microbatch losses add up to the minibatch's: the reduction at the end of the graph, and what it counts.
 
 A mean over samples, or over targets that are not ignored, is a weighted mean of the microbatches' means; a sum is a
-sum. The reduction is read off the graph, from the loss upwards, through scaling by constants and sums of losses alike.
+sum. The reduction is read off the graph, from the loss upwards, through scaling and through sums of losses alike.  What
+no sample enters, such as a penalty on parameters, is the same in every microbatch and so in their weighted mean.
 A sum of terms that count different things (two classifications, each with labels of its own to ignore) has no single
 weight: then each term is scaled in its layer to its share of the minibatch.
 """
@@ -12,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from harmony_lab.errors import DecomposeError
 from harmony_lab.profiler.graph import DataFlow
-from harmony_lab.profiler.nodes import argument, describe, op_family, size_factor, uses_number_of_samples
+from harmony_lab.profiler.loss_refusals import enters_samples, not_recognised
+from harmony_lab.profiler.nodes import argument, op_family, size_factor, uses_number_of_samples
 
-__all__ = ["LossReduction", "LossTerm", "not_recognised", "reduction_of"]
+__all__ = ["LossReduction", "LossTerm", "reduction_of"]
 
 _MEAN, _SUM = 1, 2  # torch's enum of reductions
 _PASS = ("view", "reshape", "to", "_to_copy", "alias", "clone", "contiguous", "squeeze", "neg")
@@ -82,21 +83,29 @@ def reduction_of(flow: DataFlow) -> LossReduction:
     """The loss's reduction; raises ``DecomposeError`` where it is not recognised."""
     reader = _Reader(flow)
     terms = reader.terms(flow.captured.loss)
-    alike = {term.reduction for term in terms}
-    reduction = alike.pop() if len(alike) == 1 else LossReduction("mean", terms=tuple(terms))
+    alike = {term.reduction for term in terms} or {_SAMPLES}
+    plain = len(alike) == 1 and not (reader.adds_constant and alike == {_TOTAL})
+    reduction = alike.pop() if plain else LossReduction("mean", terms=tuple(terms))
     return replace(reduction, tail=frozenset(reader.seen))
 
 
 class _Reader:
-    """Follows a graph from its loss upwards; ``seen`` are the nodes on the way."""
+    """Follows a graph from its loss upwards; ``seen`` are the nodes on the way.
+
+    ``adds_constant``: something is added that is the same in every microbatch.
+    """
 
     def __init__(self, flow: DataFlow) -> None:
         self.flow = flow
         self.seen: set[fx.Node] = set()
+        self.adds_constant = False
 
     def terms(self, node: fx.Node) -> list[LossTerm]:
         """What the loss is a linear combination of, with constant factors."""
         self.seen.add(node)
+        if self._is_constant(node):
+            self.adds_constant = True
+            return []
         name = op_family(node)
         operands = [
             value
@@ -109,28 +118,29 @@ class _Reader:
         if name == "div" and _shape(node) == ():
             return self._quotient(node)
         if name != "div" and any(uses_number_of_samples(value, self.flow.captured.symbol) for value in node.args):
-            raise not_recognised(node)
-        if name == "mul" and operands:
-            factors = [operand for operand in operands if operand not in self.flow.trunk]
-            scaled = [operand for operand in operands if operand in self.flow.trunk]
-            if len(scaled) == 1 and all(self._is_constant(factor) for factor in factors):
+            raise not_recognised(self.flow, node)
+        if name == "mul":
+            scaled = [operand for operand in operands if not self._is_constant(operand)]
+            if len(scaled) == 1 and scaled[0] in self.flow.trunk:
                 return self.terms(scaled[0])
-        if name in ("add", "sub") and operands and all(operand in self.flow.trunk for operand in operands):
-            found = [term for operand in operands for term in self.terms(operand)]
+        if name in ("add", "sub", "rsub") and all(self._is_term(operand) for operand in operands):
             plain = [value for value in node.args[:2] if not isinstance(value, fx.Node)]
-            if all(value == 0 or all(term.reduction.kind == "mean" for term in found) for value in plain):
-                return found
+            self.adds_constant |= any(value != 0 for value in plain)
+            return [term for operand in operands for term in self.terms(operand)]
         if name in _PASS and operands:
             return self.terms(operands[0])
         if name in ("sum", "mean") and op_family(operands[0]) == "stack" and _shape(node) == ():
             self.seen.add(operands[0])
             parts: Any = operands[0].args[0]
             return [term for part in parts for term in self.terms(part)]
-        raise not_recognised(node)
+        raise not_recognised(self.flow, node)
+
+    def _is_term(self, node: fx.Node) -> bool:
+        return node in self.flow.trunk or self._is_constant(node)
 
     def _reduced(self, node: fx.Node, name: str, operands: list[fx.Node]) -> LossReduction | None:
         if name in _TARGET_LOSSES:
-            return _of_targets(node)
+            return self._of_targets(node)
         if name in _REDUCED_LOSSES:
             reduction = argument(node, _REDUCED_LOSSES[name], "reduction", _MEAN)
             return {_MEAN: _SAMPLES, _SUM: _TOTAL}.get(reduction)
@@ -151,10 +161,12 @@ class _Reader:
         """A loss over a constant; a sum over the number of samples; a sum over a count, such as ``mask.sum()``."""
         numerator, denominator = node.args[0], node.args[1]
         assert isinstance(numerator, fx.Node)
+        adds_constant, self.adds_constant = self.adds_constant, False
         inner = self.terms(numerator)
+        totals = not self.adds_constant and all(term.reduction == _TOTAL for term in inner)
+        self.adds_constant |= adds_constant
         if not isinstance(denominator, fx.Node):
             return inner
-        totals = all(term.reduction == _TOTAL for term in inner)
         size = size_factor(denominator.meta.get("val"), self.flow.captured.symbol)
         if size is not None:
             if totals and size[0] != 0 and size[1] == 0:
@@ -163,41 +175,42 @@ class _Reader:
             return inner
         elif totals and denominator not in self.flow.trunk:
             self.seen |= _with_clamps(denominator)
-            return [LossTerm(node, LossReduction("mean", count=_unclamped(denominator)))]
-        raise not_recognised(node)
+            return [LossTerm(node, LossReduction("mean", count=self._unclamped(denominator)))]
+        raise not_recognised(self.flow, node)
+
+    def _of_targets(self, node: fx.Node) -> LossReduction:
+        reduction = argument(node, 3, "reduction", _MEAN)
+        if reduction == _SUM:
+            return _TOTAL
+        targets, weight = argument(node, 1, "target"), argument(node, 2, "weight")
+        if reduction != _MEAN:
+            raise not_recognised(self.flow, node)
+        if targets.meta["val"].is_floating_point():
+            return _SAMPLES  # probabilities: none is ignored
+        ignored = argument(node, 4, "ignore_index", -100)
+        return LossReduction("mean", targets=targets, ignore=ignored, class_weight=weight)
+
+    def _unclamped(self, node: fx.Node) -> fx.Node:
+        """The count itself below a ``clamp(min=1)`` that guards the division; any other clamp changes the loss."""
+        while op_family(node) in _CLAMPS:
+            if op_family(node) in ("clamp", "clamp_min", "maximum"):
+                least, most = argument(node, 1, "min"), argument(node, 2, "max")
+                if most is not None or not isinstance(least, int | float) or least > 1:
+                    raise not_recognised(self.flow, node)
+            assert isinstance(node.args[0], fx.Node)
+            node = node.args[0]
+        return node
 
     def _is_constant(self, node: fx.Node) -> bool:
-        """Whether a tensor is the same for every microbatch: made of constants and buffers only."""
-        seen, pending = set(), [node]
-        while pending:
-            current = pending.pop()
-            if current not in seen:
-                seen.add(current)
-                source = self.flow.captured.sources.get(current)
-                size = size_factor(current.meta.get("val"), self.flow.captured.symbol)
-                if (source is not None and source.role != "buffer") or (size is not None and size[0] != 0):
-                    return False
-                pending += self.flow.needs[current]
-        return True
+        """Whether a tensor is the same for every microbatch: no sample, and no chance, enters it."""
+        return not enters_samples(self.flow, node)
+
+
+_CLAMPS = ("clamp", "clamp_min", "maximum", "to", "_to_copy")
 
 
 def _shape(node: fx.Node) -> tuple[object, ...]:
     return tuple(node.meta["val"].shape)
-
-
-def _of_targets(node: fx.Node) -> LossReduction:
-    reduction = argument(node, 3, "reduction", _MEAN)
-    if reduction == _SUM:
-        return _TOTAL
-    targets, weight = argument(node, 1, "target"), argument(node, 2, "weight")
-    if reduction != _MEAN:
-        raise not_recognised(node)
-    if targets.meta["val"].is_floating_point():
-        return _SAMPLES  # probabilities: none is ignored
-    return LossReduction("mean", targets=targets, ignore=argument(node, 4, "ignore_index", -100), class_weight=weight)
-
-
-_CLAMPS = ("clamp", "clamp_min", "maximum", "to", "_to_copy")
 
 
 def _with_clamps(node: fx.Node) -> set[fx.Node]:
@@ -208,22 +221,3 @@ def _with_clamps(node: fx.Node) -> set[fx.Node]:
         node = node.args[0]
         found.add(node)
     return found
-
-
-def _unclamped(node: fx.Node) -> fx.Node:
-    """The count itself below a ``clamp(min=1)`` that guards the division; any other clamp changes the loss."""
-    while op_family(node) in _CLAMPS:
-        if op_family(node) in ("clamp", "clamp_min", "maximum"):
-            least, most = argument(node, 1, "min"), argument(node, 2, "max")
-            if most is not None or not isinstance(least, int | float) or least > 1:
-                raise not_recognised(node)
-        assert isinstance(node.args[0], fx.Node)
-        node = node.args[0]
-    return node
-
-
-def not_recognised(node: fx.Node) -> DecomposeError:
-    return DecomposeError(
-        f"the loss ends in {describe(node)}, from which it does not follow how losses of microbatches combine. "
-        'Pass loss_reduction="mean" if the loss is a mean over samples, or loss_reduction="sum" if it is a sum'
-    )

@@ -9,7 +9,8 @@ from torch import Tensor, fx
 from harmony_lab.layers import LayerCall, TensorSpec
 from harmony_lab.profiler.extract import TOTALS, whole_graph
 from harmony_lab.profiler.graph import DataFlow
-from harmony_lab.profiler.loss import LossReduction, not_recognised
+from harmony_lab.profiler.loss import LossReduction
+from harmony_lab.profiler.loss_refusals import not_recognised
 
 __all__ = ["Weight", "totals_of", "totals_spec", "weigh"]
 
@@ -26,7 +27,7 @@ def weigh(flow: DataFlow, reduction: LossReduction, batched: str) -> Weight:
         return lambda batch: float(batch[batched].shape[0])
     nodes = [counted, *([reduction.class_weight] if reduction.class_weight is not None else [])]
     if any(node in flow.trunk for node in nodes):
-        raise not_recognised(flow.captured.loss)
+        raise not_recognised(flow, flow.captured.loss)
     counted_values = _on_host(flow, counted, batched)
     if reduction.targets is None:
         return lambda batch: float(counted_values(batch).sum())

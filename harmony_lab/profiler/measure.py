@@ -142,8 +142,7 @@ class _Measurement:
 
     def _time(self, bench: Bench) -> tuple[Seconds, float | None]:
         """The median of each phase; the spread is that of whole runs."""
-        with self._target.as_when_training():
-            runs = [bench.time() for _ in range(self._trials)]
+        runs = [bench.time() for _ in range(self._trials)]
         return Seconds(*map(statistics.median, zip(*runs, strict=True))), spread_of([sum(run) for run in runs])
 
     def _keep(

@@ -1,16 +1,18 @@
 """Shapes, random ops and updated buffers of modules, found by running them on a few samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from harmony_lab.errors import DecomposeError
 from harmony_lab.layers import LayerCall, TensorSpec
 from harmony_lab.profiler.batch import BatchStructure, TensorTree
 from harmony_lab.profiler.module_function import ModulesFunction
 from harmony_lab.profiler.randomness import BatchDim, PerSampleRandomness
+from harmony_lab.profiler.repeat import check_modules_repeat
 from harmony_lab.profiler.state import dtype_name
 
 __all__ = ["Probe", "probe", "shapes_of"]
@@ -62,46 +64,70 @@ def _probe_layer(
     function.num_input_batch = len(function.inputs.tensors) if first else 0
     if function.loss_fn is not None:
         function.targets = TensorTree(targets)
-    given = [tensor.clone() for _, tensor in function.inputs.tensors]
-    wanted = [tensor for _, tensor in function.targets.tensors] if function.targets is not None else []
-    parameters = [tensors[name] for name in group.parameters]
     buffers = [tensors[name].clone() for name in group.buffers]
-    versions = [tensor._version for tensor in given]
-    call = LayerCall(samples=(0, samples), sizes={"batch": samples}, seed=0, device=None)
-    with torch.no_grad(), PerSampleRandomness(call, None) as randomness:
-        output = function.run(parameters, buffers, function.inputs.build(given), wanted)
-    function.clones_inputs = any(tensor._version != version for tensor, version in zip(given, versions, strict=True))
+    given = [[tensor.clone() for _, tensor in function.inputs.tensors] for _ in range(2)]
+    versions = [tensor._version for tensor in given[0]]
+    parameters = [tensors[name] for name in group.parameters]
+    (output, shapes), (again, _) = _two_runs(function, parameters, buffers, given, samples)
+    function.clones_inputs = any(tensor._version != version for tensor, version in zip(given[0], versions, strict=True))
     # By value: batch norm writes its statistics without counting up their version.
     updated = tuple(
         name for name, new in zip(group.buffers, buffers, strict=True) if not torch.equal(new, tensors[name])
     )
     function.outputs = None if function.loss_fn is not None else TensorTree(output)
     outputs = (output,) if function.outputs is None else tuple(tensor for _, tensor in function.outputs.tensors)
-    if updated:
-        _check_output_does_not_move(function, parameters, buffers, call, outputs, updated)
-    return output, Probe(outputs, tuple(randomness.shapes), updated)
+    found = (again,) if function.outputs is None else function.outputs.match(again, "the output")
+    if not all(_equal(a, b) for a, b in zip(outputs, found, strict=True)):
+        raise DecomposeError(
+            f"the output of {group.name} depends on what its forward changes"
+            + (f" (buffers {', '.join(updated)})" if updated else "")
+            + ": backward recomputes the forward pass and would see another value; keep that state outside the model"
+        )
+    return output, Probe(outputs, shapes, updated)
 
 
-def _check_output_does_not_move(
+def _two_runs(
     function: ModulesFunction,
     parameters: Sequence[Any],
     buffers: Sequence[Any],
-    call: LayerCall,
-    outputs: Sequence[torch.Tensor],
-    updated: Sequence[str],
-) -> None:
-    """Recompute runs with buffers that forward has updated: it must give the same."""
-    assert function.inputs is not None
-    given = [tensor.clone() for _, tensor in function.inputs.tensors]
+    given: Sequence[Sequence[Any]],
+    samples: int,
+) -> tuple[tuple[Any, tuple[tuple[int, ...], ...]], ...]:
+    """Twice an output and the shapes of random draws; as recompute, the second run sees buffers that are updated."""
     wanted = [tensor for _, tensor in function.targets.tensors] if function.targets is not None else []
-    with torch.no_grad(), PerSampleRandomness(call, None):
-        again = function.run(parameters, buffers, function.inputs.build(given), wanted)
-    found = (again,) if function.outputs is None else function.outputs.match(again, "the output")
-    if not all(torch.equal(a, b) for a, b in zip(outputs, found, strict=True)):
-        raise DecomposeError(
-            f"the output of {function.group.name} depends on buffers that its forward updates ({', '.join(updated)}): "
-            "backward recomputes the forward pass and would see the updated values; keep that state outside the model"
-        )
+    call = LayerCall(samples=(0, samples), sizes={"batch": samples}, seed=0, device=None)
+    inputs = iter(given)
+
+    def run() -> tuple[Any, tuple[tuple[int, ...], ...]]:
+        assert function.inputs is not None
+        with torch.no_grad(), PerSampleRandomness(call, None) as randomness:
+            output = function.run(parameters, buffers, function.inputs.build(next(inputs)), wanted)
+        return output, tuple(randomness.shapes)
+
+    named = {"parameter": [parameters], "buffer": [buffers], "input": given, "target": [wanted]}
+    names = {
+        id(tensor): f"{role} {place}"
+        for role, lists in named.items()
+        for listed in lists
+        for place, tensor in enumerate(listed)
+    }
+    return check_modules_repeat(function.group.name, list(_parts(function)), names, run)
+
+
+def _parts(function: ModulesFunction) -> Iterator[tuple[str, Any]]:
+    """The modules of a layer and its loss, with names."""
+    for position, root in enumerate(function.group.modules):
+        prefix = function.group.name if position == 0 else type(root).__name__
+        for path, module in root.named_modules():
+            yield f"{prefix}.{path}".rstrip("."), module
+    if function.loss_fn is not None and not isinstance(function.loss_fn, nn.Module):
+        yield "loss_fn", function.loss_fn
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """To the bit on the host; a GPU may add up in another order."""
+    tolerance = 0.0 if a.device.type == "cpu" else 1e-4
+    return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def shapes_of(

@@ -8,6 +8,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 __all__ = [
+    "USERS_LINE",
     "argument",
     "describe",
     "growing_dims",
@@ -19,6 +20,10 @@ __all__ = [
     "tensor_inputs",
     "uses_number_of_samples",
 ]
+
+
+USERS_LINE = "users_line"
+"""Under this key a node's custom metadata has the line of the user's code that made it."""
 
 
 def op_name(node: fx.Node) -> str:
@@ -47,6 +52,9 @@ def describe(node: fx.Node) -> str:
     """The op, its module and the user's line, for errors."""
     path = module_path(node)
     text = op_name(node) + (f" in module {path[-1]}" if path else "")
+    line = (node.meta.get("custom") or {}).get(USERS_LINE)
+    if line:
+        return f"{text} ({line})"
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     return text + (f" ({trace[-2].rstrip(',')}: {trace[-1]})" if len(trace) >= 2 else "")
 

@@ -1,4 +1,4 @@
-"""What a captured graph cannot hold, told before it is lost: gradients changed by hand, state and chance in Python."""
+"""What a captured graph cannot hold, told before it is lost: gradients changed by hand, chance in Python."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ __all__ = [
     "RefuseTensorHooks",
     "refuse_custom_gradients",
     "refuse_gradient_hooks",
-    "refuse_python_state",
+    "refuse_python_chance",
     "refuse_shared_updates",
 ]
 
@@ -39,38 +39,23 @@ class RefuseTensorHooks(TorchFunctionMode):
 
 
 @contextmanager
-def refuse_python_state(model: nn.Module) -> Iterator[None]:
-    """Raise ``DecomposeError`` where what runs inside draws Python's random numbers or counts in attributes.
+def refuse_python_chance() -> Iterator[None]:
+    """Raise ``DecomposeError`` where what runs inside draws the random numbers of Python or numpy.
 
     A graph would hold the one number that was there when it was captured.
     """
-    chance, numbers = _chance(), _numbers(model)
+    before = _chance()
     yield
-    if _chance() != chance:
+    if _chance() != before:
         raise DecomposeError(
             "the model's forward draws random numbers from Python or numpy, which a graph would hold as they were "
             "once; draw them with torch (torch.rand, dropout), or before the model, as part of the batch"
-        )
-    changed = [name for name, value in _numbers(model).items() if value != numbers.get(name, value)]
-    if changed:
-        raise DecomposeError(
-            f"the model's forward changes numbers that it keeps in Python: {', '.join(changed[:5])}; a graph would "
-            "hold them as they were once.  Keep them in buffers, or pass them with the batch"
         )
 
 
 def _chance() -> tuple[Any, ...]:
     of_numpy: dict[str, Any] = dict(np.random.get_state(legacy=False))
     return random.getstate(), repr(of_numpy.get("gauss")), bytes(of_numpy["state"]["key"]), of_numpy["state"]["pos"]
-
-
-def _numbers(model: nn.Module) -> dict[str, float]:
-    return {
-        f"{path}.{name}".removeprefix("."): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in (int, float)
-    }
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:

@@ -650,6 +650,13 @@ def test_layers_given_as_modules_of_the_model() -> None:
         decompose(model, mlp_batch(4), lambda y, t: functional.cross_entropy(y, t), layers=[model[:4], model[4:]])
 
 
+def test_modules_without_data_are_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(DecomposeError, match="meta device"):
+        decompose(model, (torch.randn(2, 4), torch.randn(2, 4)), nn.MSELoss(), layers=list(model))
+
+
 def test_equal_looking_modules_with_different_settings_do_not_share_a_function() -> None:
     class Scaled(nn.Module):
         def __init__(self, scale: float) -> None:

@@ -246,6 +246,28 @@ def test_a_profile_of_other_layers_calibrates_nothing() -> None:
         estimate(linear(), CARD, calibrate=estimate(mlp(), CARD, microbatch_sizes=[1]))
 
 
+def test_two_blocks_measured_elsewhere_calibrate_a_deep_model() -> None:
+    block = decompose(gpt2(layers=2), gpt2_batch(4))
+    measured = replace(profile(block, Machine.emulated(1, memory="4GiB"), trials=1, cache=False), device=CARD.name)
+    slow = replace(CARD, launch_s=0.0)
+    deep = estimate(decompose(gpt2(layers=3), gpt2_batch(4)), slow, calibrate=measured)
+    same = [*deep.layers[:3], deep.layers[-1]]
+    ours = sum(sum(layer.costs[-1][:3]) for layer in same)
+    assert ours == pytest.approx(sum(sum(layer.costs[-1][:3]) for layer in measured.layers), rel=0.05)
+
+
+def test_layers_of_another_width_calibrate_nothing() -> None:
+    with pytest.raises(HarmonyError, match="the name, the parameters and the inputs"):
+        estimate(linear(), CARD, calibrate=estimate(linear(16), CARD, microbatch_sizes=[1]))
+
+
+def test_emulated_devices_calibrate_no_gpu() -> None:
+    layers = linear()
+    measured = profile(layers, Machine.emulated(1, memory="4GiB"), microbatch_sizes=[1], trials=1, cache=False)
+    with pytest.raises(HarmonyError, match="emulated device"):
+        estimate(layers, CARD, calibrate=measured)
+
+
 @pytest.mark.parametrize("efficiency", [0.0, -1.0, float("nan")])
 def test_an_impossible_efficiency_is_refused(efficiency: float) -> None:
     with pytest.raises(HarmonyError, match="efficiency is the share"):
