@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
@@ -17,9 +17,10 @@ from harmony_lab.units import format_bytes, format_seconds, format_spread
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Cost", "LayerCost", "Profile", "SharedParameter"]
+__all__ = ["Cost", "ForwardCost", "LayerCost", "Profile", "SharedParameter"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_SIZES_LISTED = 8  # in the one-line form
 
 
 class Cost(NamedTuple):
@@ -49,14 +50,21 @@ class Cost(NamedTuple):
     spread: float | None = None
 
 
+class ForwardCost(NamedTuple):
+    """The part of ``Cost`` that a forward without gradient needs."""
+
+    forward_s: float
+    forward_peak_bytes: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
     """One layer.  Bytes of parameters count everything the layer reads, shared ones too; optimizer bytes and the
     seconds of the update count only parameters that no earlier layer shares.  Parameters, gradients and buffers are
     counted as laid out in a flat block: each padded to a multiple of 64 bytes (``layers.padded``).
 
-    ``costs`` is parallel to the profile's ``microbatch_sizes``.  ``update_spread``: of ``update_s``, as in
-    ``Cost``.
+    ``costs`` is parallel to the profile's ``microbatch_sizes``, ``forward_costs`` to its ``forward_only_sizes``.
+    ``update_spread``: of ``update_s``, as in ``Cost``.
     """
 
     name: str
@@ -70,6 +78,7 @@ class LayerCost:
     batch_inputs: tuple[str, ...]
     costs: tuple[Cost, ...]
     update_spread: float | None = None
+    forward_costs: tuple[ForwardCost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +99,10 @@ class Profile:
     ``boundaries``: as in ``LayerSequence``.  ``batch``: batch inputs.  ``couples_samples``: see ``LayerSequence``.
     ``device``: what was measured.  ``fingerprint``: the model's.  ``cached``: all costs were known from before, nothing
     was measured.
+
+    ``forward_only_sizes``: larger microbatches of which only the forward without gradient is known, because the device
+    holds no larger backward.  ``additive_memory``: peaks are of layers that keep all they allocate, so that those of a
+    pack are the sums over its layers (``planner.pack``), not of layers that run one after the other.
     """
 
     model: str
@@ -103,6 +116,8 @@ class Profile:
     couples_samples: tuple[str, ...] = ()
     serial_buffers: tuple[str, ...] = ()  # updated buffers that data parallelism cannot merge
     update_threads: int = 1
+    forward_only_sizes: tuple[int, ...] = ()
+    additive_memory: bool = False
     cached: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
@@ -110,7 +125,13 @@ class Profile:
 
     @property
     def largest_microbatch(self) -> int:
+        """Of forward and backward."""
         return self.microbatch_sizes[-1]
+
+    @property
+    def largest_forward_microbatch(self) -> int:
+        """Of forward alone."""
+        return (self.microbatch_sizes + self.forward_only_sizes)[-1]
 
     def cost(self, layer: int, microbatch_size: int) -> Cost:
         """The cost at any size between the smallest and largest measured: linear between neighbours.
@@ -120,25 +141,44 @@ class Profile:
         key = (self.layers[layer].kind, microbatch_size)
         cached = self._costs.get(key)
         if cached is None:
-            cached = self._costs[key] = self._interpolate(self.layers[layer].costs, microbatch_size)
+            low, high, share = self.between(microbatch_size)
+            below, above = self.layers[layer].costs[low], self.layers[layer].costs[high]
+            spreads = [cost.spread for cost in (below, above) if cost.spread is not None]
+            numbers = [a + (b - a) * share for a, b in zip(below[:-1], above[:-1], strict=True)]
+            cached = self._costs[key] = Cost(*numbers)._replace(spread=max(spreads, default=None))
         return cached
 
-    def _interpolate(self, costs: tuple[Cost, ...], size: int) -> Cost:
-        sizes = self.microbatch_sizes
-        if not sizes[0] <= size <= sizes[-1]:
+    def forward_cost(self, layer: int, microbatch_size: int) -> ForwardCost:
+        """The cost of a forward without gradient, which may be known at larger sizes than that of a backward.
+
+        Raises ``OutOfRangeError`` beyond.
+        """
+        if microbatch_size <= self.largest_microbatch or not self.forward_only_sizes:
+            cost = self.cost(layer, microbatch_size)
+            return ForwardCost(cost.forward_s, cost.forward_peak_bytes)
+        low, high, share = self.between(microbatch_size, forward_only=True)
+        last = self.layers[layer].costs[-1]
+        costs = (ForwardCost(last.forward_s, last.forward_peak_bytes), *self.layers[layer].forward_costs)
+        return ForwardCost(*(a + (b - a) * share for a, b in zip(costs[low], costs[high], strict=True)))
+
+    def between(self, microbatch_size: int, *, forward_only: bool = False) -> tuple[int, int, float]:
+        """Where a size lies among those measured: indices of its neighbours, and the share of the way between them.
+
+        Indices into ``microbatch_sizes``; with ``forward_only`` into its last one and the ``forward_only_sizes`` after.
+        Raises ``OutOfRangeError`` beyond.
+        """
+        sizes = self.microbatch_sizes if not forward_only else (self.largest_microbatch, *self.forward_only_sizes)
+        if not sizes[0] <= microbatch_size <= sizes[-1]:
+            only = f" (forward alone up to {self.largest_forward_microbatch})" if self.forward_only_sizes else ""
             raise OutOfRangeError(
-                f"this profile covers microbatches of {sizes[0]} to {sizes[-1]} samples, {size} was asked for; "
-                f"profile again with microbatch_sizes that reach {size}"
+                f"this profile covers microbatches of {self.microbatch_sizes[0]} to {self.largest_microbatch} samples"
+                f"{only}, {microbatch_size} was asked for; profile again with microbatch_sizes that reach "
+                f"{microbatch_size}"
             )
-        high = bisect_left(sizes, size)
-        if sizes[high] == size:
-            return costs[high]
-        low = high - 1
-        share = (size - sizes[low]) / (sizes[high] - sizes[low])
-        below, above = costs[low], costs[high]
-        numbers = (a + (b - a) * share for a, b in zip(below[:-1], above[:-1], strict=True))
-        spreads = [cost.spread for cost in (below, above) if cost.spread is not None]
-        return Cost(*[*numbers, max(spreads, default=None)])  # type: ignore[arg-type] # the last one is the spread
+        high = bisect_left(sizes, microbatch_size)
+        if sizes[high] == microbatch_size:
+            return high, high, 0.0
+        return high - 1, high, (microbatch_size - sizes[high - 1]) / (sizes[high] - sizes[high - 1])
 
     @cached_property
     def _costs(self) -> dict[tuple[int, int], Cost]:
@@ -254,7 +294,7 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; costs are stored once per kind.  ``from_json`` reads it back."""
-        kinds = {layer.kind: [list(cost) for cost in layer.costs] for layer in self.layers}
+        by_kind = {layer.kind: layer for layer in self.layers}
         return {
             "schema": "harmony_lab.profile",
             "version": SCHEMA_VERSION,
@@ -262,8 +302,13 @@ class Profile:
             "fingerprint": self.fingerprint,
             "device": self.device,
             "microbatch_sizes": list(self.microbatch_sizes),
-            "costs_by_kind": {str(kind): costs for kind, costs in kinds.items()},
-            "layers": [_record(layer, without="costs") for layer in self.layers],
+            "forward_only_sizes": list(self.forward_only_sizes),
+            "additive_memory": self.additive_memory,
+            "costs_by_kind": {str(kind): [list(c) for c in layer.costs] for kind, layer in by_kind.items()},
+            "forward_costs_by_kind": {
+                str(kind): [list(c) for c in layer.forward_costs] for kind, layer in by_kind.items()
+            },
+            "layers": [_record(layer, without=("costs", "forward_costs")) for layer in self.layers],
             "boundaries": [[_record(spec) for spec in boundary] for boundary in self.boundaries],
             "batch": [_record(spec) for spec in self.batch],
             "shared": [_record(shared) for shared in self.shared],
@@ -277,13 +322,19 @@ class Profile:
         """Raises ``HarmonyError`` for another kind of file or a newer schema version."""
         check_schema(data, "harmony_lab.profile", SCHEMA_VERSION)
         costs = {int(k): tuple(Cost(*row) for row in rows) for k, rows in data["costs_by_kind"].items()}
+        forward = data.get("forward_costs_by_kind", {})  # version 1 knew none
+        forward_costs = {int(k): tuple(ForwardCost(*row) for row in rows) for k, rows in forward.items()}
         return cls(
             model=data["model"],
             fingerprint=data["fingerprint"],
             device=data["device"],
             microbatch_sizes=tuple(data["microbatch_sizes"]),
             layers=tuple(
-                LayerCost(**{**row, "batch_inputs": tuple(row["batch_inputs"])}, costs=costs[row["kind"]])
+                LayerCost(
+                    **{**row, "batch_inputs": tuple(row["batch_inputs"])},
+                    costs=costs[row["kind"]],
+                    forward_costs=forward_costs.get(row["kind"], ()),
+                )
                 for row in data["layers"]
             ),
             boundaries=tuple(tuple(_spec(row) for row in boundary) for boundary in data["boundaries"]),
@@ -292,6 +343,8 @@ class Profile:
             couples_samples=tuple(data["couples_samples"]),
             serial_buffers=tuple(data["serial_buffers"]),
             update_threads=data["update_threads"],
+            forward_only_sizes=tuple(data.get("forward_only_sizes", ())),
+            additive_memory=data.get("additive_memory", False),
         )
 
     def save(self, path: str | Path) -> None:
@@ -307,7 +360,8 @@ class Profile:
         return replace(self, layers=tuple(layers))
 
     def __str__(self) -> str:
-        sizes = ", ".join(map(str, self.microbatch_sizes))
+        some = self.microbatch_sizes
+        sizes = ", ".join(map(str, some)) if len(some) <= _SIZES_LISTED else f"{some[0]} to {some[-1]}"
         return (
             f"profile of {self.model} on {self.device}: {len(self)} layers, {format_bytes(self.state_bytes)} of "
             f"weights, gradients and optimizer state; microbatches of {sizes}"
@@ -337,8 +391,8 @@ class Profile:
         )
 
 
-def _record(record: Any, without: str = "") -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__dataclass_fields__ if name != without}
+def _record(record: Any, without: Container[str] = ()) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__ if name not in without}
 
 
 def _spec(row: Mapping[str, Any]) -> TensorSpec:

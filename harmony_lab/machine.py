@@ -43,7 +43,8 @@ class Device:
 
     ``memory_bytes`` is what plans may use at once: the card's memory less its context and the allocator's margin.
     ``parent`` is the name of the node it hangs from: ``"host"`` or a switch.  ``compute_threads``: host threads that an
-    emulated device computes with.  ``model``: the product's name, where it is one.
+    emulated device computes with.  ``model``: the product's name, where it is one.  ``release_s``: seconds a device
+    needs after each pack to give its memory back.  ``memory_bytes_per_s``: how fast its memory is, where that is known.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Device:
     ordinal: int = 0  # torch's index of the device, for real ones
     compute_threads: int = 1
     model: str = ""
+    release_s: float = 0.0
+    memory_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,7 @@ class Machine:
         if self.fabric_bytes_per_s is not None and self.fabric_bytes_per_s <= 0:
             problems.append("fabric_bytes_per_s must be above 0, or None where there is no fabric")
         problems += [f"{d.name}: memory_bytes must be above 0" for d in self.devices if d.memory_bytes <= 0]
+        problems += [f"{d.name}: release_s must be 0 or more" for d in self.devices if not d.release_s >= 0]
         problems += [
             f"{d.name}: no chain of links leads to the host" for d in self.devices if not self._reaches(d.name)
         ]
@@ -247,6 +251,8 @@ class Machine:
         """
         import torch
 
+        from harmony_lab.presets import memory_rate
+
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
             return cls.emulated()
@@ -256,7 +262,16 @@ class Machine:
             name = f"gpu{ordinal}"
             usable = free - margin_bytes(free)
             model = torch.cuda.get_device_name(ordinal)
-            devices.append(Device(name=name, memory_bytes=usable, backend=Backend.CUDA, ordinal=ordinal, model=model))
+            devices.append(
+                Device(
+                    name=name,
+                    memory_bytes=usable,
+                    backend=Backend.CUDA,
+                    ordinal=ordinal,
+                    model=model,
+                    memory_bytes_per_s=memory_rate(model),
+                )
+            )
         peers = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
         return cls(
             name=f"{count} × {torch.cuda.get_device_name(0)}",
@@ -317,6 +332,9 @@ class Machine:
             peer_transfers=data["peer_transfers"],
             fabric_bytes_per_s=data.get("fabric_bytes_per_s"),
         )
+
+    def __repr__(self) -> str:
+        return f"<Machine {self}>"
 
     def __str__(self) -> str:
         memory = sorted({format_bytes(device.memory_bytes) for device in self.devices})

@@ -14,6 +14,11 @@ from harmony_lab.machine import check_schema
 __all__ = ["Mode", "Pack", "Plan", "microbatches"]
 
 SCHEMA_VERSION = 1
+_PACKS = ("forward_packs", "backward_packs", "resident_packs", "kept_packs")
+_KEYS = {
+    *("minibatch", "forward", "backward", "devices", "prefetch", "peer", "update"),
+    *("mirrored", "resident", "kept", "stash"),
+}
 
 
 class Mode(StrEnum):
@@ -40,9 +45,19 @@ class Plan:
     so forward packs tile the layers before it.  ``devices`` is the order in which packs visit devices (PP) or shares
     are dealt (DP).
 
-    ``prefetch``: how many packs ahead weights are fetched (0: when their turn has come).  ``peer_transfers``: between
+    ``prefetch``: how many packs ahead weights are fetched (0: nothing is; a pack's weights come once all that the pack
+    before made has left, a microbatch's inputs once the one before has been computed).  ``peer_transfers``: between
     devices directly, else through the host.  ``just_in_time_update``: update a pack right after its backward, else all
     at the end.
+
+    Where memory is left, less need move or be computed twice:
+
+    ``mirrored``         PP only: a backward pack runs on the device that ran the forward of its first layer, instead of
+                         the packs going on round the devices
+    ``resident_packs``   packs, the same forward and backward on one device, whose weights stay there in between
+    ``kept_packs``       of these, packs whose forward keeps what backward needs: nothing is computed twice
+    ``device_stash``     boundaries where backward packs start whose values stay on the device until then, and are
+                         handed from pack to pack on it; others go to the host and back
 
     Raises ``PlanError``, listing every violation.
     """
@@ -57,13 +72,18 @@ class Plan:
     prefetch: int = 1
     peer_transfers: bool = True
     just_in_time_update: bool = True
+    mirrored: bool = False
+    resident_packs: tuple[Pack, ...] = ()
+    kept_packs: tuple[Pack, ...] = ()
+    device_stash: tuple[int, ...] = ()
     fingerprint: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", Mode(self.mode))
-        for name in ("forward_packs", "backward_packs"):
+        for name in _PACKS:
             object.__setattr__(self, name, tuple(Pack(*pack) for pack in getattr(self, name)))
-        object.__setattr__(self, "devices", tuple(self.devices))
+        for name in ("devices", "device_stash"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         violations = list(self._violations())
         if violations:
             raise PlanError("this plan breaks invariants", violations)
@@ -92,6 +112,49 @@ class Plan:
             yield f"forward_packs must tile layers 0:{fused.start}, those before the last backward pack; there are none"
         elif self.forward_packs:
             yield from _tiling("forward_packs", self.forward_packs, 0, fused.start)
+        yield from self._misplaced()
+
+    def _misplaced(self) -> Iterable[str]:
+        """What is to stay on a device must be needed there again, by microbatches of the same samples."""
+        if self.mirrored and self.mode is Mode.DP:
+            yield "mirrored is for pp: in dp every device runs every pack"
+        for pack in self.resident_packs:
+            if pack not in self.forward_packs or pack not in self.backward_packs:
+                yield f"resident_packs: {pack} must be both a forward and a backward pack"
+            elif self.forward_devices(pack.start) != self.backward_devices(pack):
+                yield f"resident_packs: {pack} runs forward and backward on different devices (see mirrored)"
+        for pack in self.kept_packs:
+            if pack not in self.resident_packs:
+                yield f"kept_packs: {pack} must be one of resident_packs, its backward needs the same weights"
+        if (self.kept_packs or self.device_stash) and self.forward_microbatch_size != self.backward_microbatch_size:
+            yield "kept_packs and device_stash need forward and backward microbatches of one size"
+        starts = {pack.start: pack for pack in self.backward_packs if pack.start > 0}
+        for boundary in self.device_stash:
+            if boundary not in starts:
+                yield f"device_stash: no backward pack starts at boundary {boundary}"
+            elif self.forward_devices(self._holder(boundary)) != self.backward_devices(starts[boundary]):
+                yield f"device_stash: boundary {boundary} is needed on another device for backward (see mirrored)"
+
+    def forward_devices(self, layer: int) -> tuple[int, ...]:
+        """Where that layer's forward runs: every device in DP."""
+        if self.mode is Mode.DP:
+            return self.devices
+        stage = next((i for i, pack in enumerate(self.forward_packs) if layer < pack.stop), len(self.forward_packs))
+        return (self.devices[stage % self.num_devices],)
+
+    def backward_devices(self, pack: Pack) -> tuple[int, ...]:
+        """Where that backward pack runs: every device in DP."""
+        if self.mode is Mode.DP:
+            return self.devices
+        if self.mirrored and pack != self.fused_pack:
+            return self.forward_devices(pack.start)
+        stage = len(self.forward_packs) + len(self.backward_packs) - 1 - self.backward_packs.index(pack)
+        return (self.devices[stage % self.num_devices],)
+
+    def _holder(self, boundary: int) -> int:
+        """The layer on whose device a boundary's values are after forward: the one that they go into; before the last
+        pack, which takes them itself, the one that they come from."""
+        return boundary - 1 if boundary == self.fused_pack.start else boundary
 
     @property
     def num_layers(self) -> int:
@@ -136,12 +199,15 @@ class Plan:
 
     def __str__(self) -> str:
         """One line; ``Plan.parse`` reads it back."""
+        extra = f" update={'jit' if self.just_in_time_update else 'end'}" + (" mirrored=on" if self.mirrored else "")
+        for key, values in (("resident", self.resident_packs), ("kept", self.kept_packs), ("stash", self.device_stash)):
+            extra += f" {key}={_joined(values)}" if values else ""
         return (
             f"{self.mode} minibatch={self.minibatch_size} "
-            f"forward={self.forward_microbatch_size}[{','.join(map(str, self.forward_packs))}] "
-            f"backward={self.backward_microbatch_size}[{','.join(map(str, self.backward_packs))}] "
-            f"devices={','.join(map(str, self.devices))} prefetch={self.prefetch} "
-            f"peer={'on' if self.peer_transfers else 'off'} update={'jit' if self.just_in_time_update else 'end'}"
+            f"forward={self.forward_microbatch_size}[{_joined(self.forward_packs)}] "
+            f"backward={self.backward_microbatch_size}[{_joined(self.backward_packs)}] "
+            f"devices={_joined(self.devices)} prefetch={self.prefetch} "
+            f"peer={'on' if self.peer_transfers else 'off'}{extra}"
         )
 
     @classmethod
@@ -150,7 +216,7 @@ class Plan:
         mode, *rest = text.split() or [""]
         parts = dict(part.split("=", 1) for part in rest if "=" in part)
         missing = [key for key in ("minibatch", "forward", "backward", "devices") if key not in parts]
-        unknown = sorted(set(parts) - {"minibatch", "forward", "backward", "devices", "prefetch", "peer", "update"})
+        unknown = sorted(set(parts) - _KEYS)
         violations = [f"{key}= is missing" for key in missing] + [f"{key}= is unknown" for key in unknown]
         if mode not in set(Mode):
             violations.append(f"a plan starts with its mode, dp or pp, got {mode!r}")
@@ -170,6 +236,10 @@ class Plan:
                 prefetch=_parse_count("prefetch", parts.get("prefetch", "1")),
                 peer_transfers=_parse_switch("peer", parts.get("peer", "on"), on="on", off="off"),
                 just_in_time_update=_parse_switch("update", parts.get("update", "jit"), on="jit", off="end"),
+                mirrored=_parse_switch("mirrored", parts.get("mirrored", "off"), on="on", off="off"),
+                resident_packs=_pairs(parts.get("resident", "")),
+                kept_packs=_pairs(parts.get("kept", "")),
+                device_stash=tuple(_parse_count("stash", b) for b in parts.get("stash", "").split(",") if b),
             )
         except PlanError:
             raise
@@ -184,7 +254,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary; ``from_json`` reads it back."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        packs = {name: [list(pack) for pack in values[name]] for name in ("forward_packs", "backward_packs")}
+        packs = {name: [list(pack) for pack in values[name]] for name in _PACKS}
         return {
             "schema": "harmony_lab.plan",
             "version": SCHEMA_VERSION,
@@ -192,6 +262,7 @@ class Plan:
             **packs,
             "mode": str(self.mode),
             "devices": list(self.devices),
+            "device_stash": list(self.device_stash),
         }
 
     @classmethod
@@ -244,5 +315,15 @@ def _parse_packs(text: str) -> tuple[int, tuple[Pack, ...]]:
     if match is None:
         raise ValueError(f"a microbatch size and packs like 4[0:3,3:6] were expected, got {text!r}")
     size, packs = match.groups()
-    pairs = [pack.split(":") for pack in packs.split(",") if pack]
-    return int(size), tuple(Pack(int(start), int(stop)) for start, stop in pairs)
+    return int(size), _pairs(packs)
+
+
+def _pairs(text: str) -> tuple[Pack, ...]:
+    pairs = [pack.split(":") for pack in text.split(",") if pack]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"packs like 0:3,3:6 were expected, got {text!r}")
+    return tuple(Pack(int(start), int(stop)) for start, stop in pairs)
+
+
+def _joined(values: Iterable[object]) -> str:
+    return ",".join(map(str, values))

@@ -7,7 +7,7 @@ from harmony_lab.errors import HarmonyError
 from harmony_lab.machine import Backend, Device, Host, Link, Machine, margin_bytes
 from harmony_lab.units import format_bytes, parse_bytes
 
-__all__ = ["GPU", "GPUS", "gpu", "preset_machine"]
+__all__ = ["GPU", "GPUS", "gpu", "memory_rate", "preset_machine"]
 
 _GIB = 2**30
 _CONTEXT_BYTES = 512 * 2**20
@@ -233,6 +233,14 @@ def gpu(name: str) -> GPU:
     return GPUS[short]
 
 
+def memory_rate(name: str) -> float | None:
+    """Bytes per second of the memory of the GPU with that name; None where there is no preset for it."""
+    try:
+        return gpu(name).bytes_per_s
+    except HarmonyError:
+        return None
+
+
 def _bare(name: str) -> str:
     """``"NVIDIA A100-SXM4-40GB"`` and ``"a100 40"`` are both ``"a10040"``."""
     bare = _DECORATION.sub("", name.lower())
@@ -289,6 +297,7 @@ def preset_machine(text: str) -> Machine:
             backend=Backend.CUDA,
             ordinal=i,
             model=card.name,
+            memory_bytes_per_s=card.bytes_per_s,
         )
         for i, parent in enumerate(parents)
     )

@@ -7,22 +7,25 @@ A Program is a list of ops over *blocks* of memory.  The rules that give it mean
   the list only, so a Program cannot deadlock.
 - An op's ``writes`` are allocated when it starts and hold their content when it ends.  Its ``frees`` are released when
   it ends.
+- ``resident`` blocks are on the devices before the first op.  For each, one block of the same tensor is never freed:
+  what an iteration finds it leaves for the next.
 - Peak memory is a property of the Program, not of timing.  Ops are listed in the order in which memory was promised to
-  them: when op k starts, whatever ops up to k allocated may be alive, less what ops that must precede k have freed.
+  them: when op k starts, what is resident and whatever ops up to k allocated may be alive, less what ops that must
+  precede k have freed.
   The largest such sum bounds the memory of every interleaving (``planner.check``).
 
 What each op does:
 
 ``SWAP_IN``
-    Host to device.  WEIGHT, BUFFER and INPUT (parts of the batch) come from the host's store; other kinds from the host
-    blocks in ``reads``, which may be cut along the batch in other places than the block written.
+    Host to device.  WEIGHT, BUFFER, OPTIMIZER and INPUT (parts of the batch) come from the host's store; other kinds
+    from the host blocks in ``reads``, which may be cut along the batch in other places than the block written.
 ``SWAP_OUT``
-    Device to host: the device blocks in ``reads`` to the host blocks in ``writes``, in the same order.  BUFFER goes to
-    the host's store.
+    Device to host: the device blocks in ``reads`` to the host blocks in ``writes``, in the same order.  WEIGHT, BUFFER
+    and OPTIMIZER go to the host's store; devices that update the same layers have a store each.
 ``SEND``
     Offers the device blocks in ``reads`` to a peer; takes no time by itself.
 ``RECV``
-    Copies the peer's blocks in ``reads`` into this device's in ``writes``, in the same order; its SEND is in ``after``.
+    Copies the peer's blocks in ``reads`` into this device's in ``writes``, in the same order, after their SEND.
 ``FORWARD``
     Runs layers on one microbatch without gradient and writes the ACTIVATION of boundaries: its output, and inside the
     pack what a backward pack that starts there needs.  If it writes a SAVED block, it runs with gradient and keeps what
@@ -35,22 +38,43 @@ What each op does:
 ``ALL_REDUCE``
     Leaves on every device the sum of all devices' GRADIENT blocks, for one shard of them.
 ``UPDATE``
-    The optimizer's step, on the host, for parameters whose gradients are complete; reads host GRADIENT blocks.
+    The optimizer's step for parameters whose gradients are complete.  On the host it reads host GRADIENT blocks and
+    changes the store.  On a device it reads GRADIENT blocks and changes the WEIGHT and OPTIMIZER blocks it reads; the
+    runtime knows the host's only.
 ``FREE``
     Releases blocks that several ops read last.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Generic, NamedTuple, TypeVar, overload
 
+import numpy as np
+
+from harmony_lab.compiled import Ints
 from harmony_lab.errors import ProgramError
 from harmony_lab.machine import HOST
 from harmony_lab.units import format_bytes
 
-__all__ = ["Block", "Op", "OpKind", "Program", "Stream", "TensorKind", "Transfer", "shard_bounds"]
+__all__ = [
+    "OP_CODES",
+    "STREAM_CODES",
+    "TENSOR_CODES",
+    "Block",
+    "BlockColumns",
+    "Op",
+    "OpColumns",
+    "OpKind",
+    "Program",
+    "Rows",
+    "Stream",
+    "TensorKind",
+    "Transfer",
+    "shard_bounds",
+]
 
 _HEADER = "harmony_lab.program 1"
 
@@ -87,6 +111,7 @@ class TensorKind(StrEnum):
     ACTIVATION_GRADIENT = "activation_gradient"
     SAVED = "saved"  # what a pack's forward keeps for its backward
     WORKSPACE = "workspace"  # temporaries inside one op
+    OPTIMIZER = "optimizer"  # the optimizer's state, where a device updates
 
 
 class Block(NamedTuple):
@@ -137,6 +162,140 @@ class Transfer(NamedTuple):
     num_bytes: int
 
 
+_OP_KINDS, _STREAMS, _TENSOR_KINDS = tuple(OpKind), tuple(Stream), tuple(TensorKind)
+OP_CODES = {kind: code for code, kind in enumerate(_OP_KINDS)}
+STREAM_CODES = {stream: code for code, stream in enumerate(_STREAMS)}
+TENSOR_CODES = {kind: code for code, kind in enumerate(_TENSOR_KINDS)}
+
+
+class BlockColumns(NamedTuple):
+    """Blocks as arrays, a row each; ``kind`` by ``TENSOR_CODES``."""
+
+    kind: Ints
+    device: Ints
+    start: Ints  # layers
+    stop: Ints
+    first: Ints  # samples
+    last: Ints
+    num_bytes: Ints
+
+    def rows(self) -> tuple[Block, ...]:
+        kinds = [_TENSOR_KINDS[code] for code in self.kind.tolist()]
+        layers = zip(self.start.tolist(), self.stop.tolist(), strict=True)
+        samples = zip(self.first.tolist(), self.last.tolist(), strict=True)
+        return tuple(map(Block, kinds, self.device.tolist(), layers, samples, self.num_bytes.tolist()))
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block]) -> "BlockColumns":
+        return cls(
+            _array([TENSOR_CODES[block.kind] for block in blocks]),
+            _array([block.device for block in blocks]),
+            _array([block.layers[0] for block in blocks]),
+            _array([block.layers[1] for block in blocks]),
+            _array([block.samples[0] for block in blocks]),
+            _array([block.samples[1] for block in blocks]),
+            _array([block.num_bytes for block in blocks]),
+        )
+
+
+class OpColumns(NamedTuple):
+    """Ops as arrays, a row each; ``kind`` and ``stream`` by ``OP_CODES`` and ``STREAM_CODES``.
+
+    Op k reads ``reads[reads_end[k - 1] : reads_end[k]]``; the other lists likewise.
+    """
+
+    kind: Ints
+    device: Ints
+    stream: Ints
+    start: Ints
+    stop: Ints
+    first: Ints
+    last: Ints
+    reads: Ints
+    reads_end: Ints
+    writes: Ints
+    writes_end: Ints
+    frees: Ints
+    frees_end: Ints
+    after: Ints
+    after_end: Ints
+
+    def rows(self) -> tuple[Op, ...]:
+        kinds = [_OP_KINDS[code] for code in self.kind.tolist()]
+        streams = [_STREAMS[code] for code in self.stream.tolist()]
+        layers = zip(self.start.tolist(), self.stop.tolist(), strict=True)
+        samples = zip(self.first.tolist(), self.last.tolist(), strict=True)
+        lists = (
+            _split(self.reads, self.reads_end),
+            _split(self.writes, self.writes_end),
+            _split(self.frees, self.frees_end),
+            _split(self.after, self.after_end),
+        )
+        return tuple(map(Op, kinds, self.device.tolist(), streams, layers, samples, *lists))
+
+    @classmethod
+    def of(cls, ops: Sequence[Op]) -> "OpColumns":
+        lists: list[Ints] = []
+        for name in ("reads", "writes", "frees", "after"):
+            values = [getattr(op, name) for op in ops]
+            lists += [_array([i for row in values for i in row]), np.cumsum(_array([len(row) for row in values]))]
+        return cls(
+            _array([OP_CODES[op.kind] for op in ops]),
+            _array([op.device for op in ops]),
+            _array([STREAM_CODES[op.stream] for op in ops]),
+            *(_array([op.layers[i] for op in ops]) for i in range(2)),
+            *(_array([op.samples[i] for op in ops]) for i in range(2)),
+            *lists,
+        )
+
+
+def _array(values: list[int]) -> Ints:
+    return np.array(values, dtype=np.int64)
+
+
+def _split(values: Ints, ends: Ints) -> Iterator[tuple[int, ...]]:
+    flat = values.tolist()
+    return (tuple(flat[start:stop]) for start, stop in pairwise([0, *ends.tolist()]))
+
+
+Row = TypeVar("Row", bound=Block | Op)
+Columns = TypeVar("Columns", bound=BlockColumns | OpColumns)
+
+
+class Rows(Sequence[Row], Generic[Columns, Row]):
+    """Blocks or ops as a sequence that is made from columns when it is first looked at."""
+
+    def __init__(self, columns: Columns, make: Callable[[], tuple[Row, ...]]) -> None:
+        self.columns = columns
+        self._make = make
+
+    @cached_property
+    def _rows(self) -> tuple[Row, ...]:
+        return self._make()
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self.columns.kind)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._rows == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._rows)
+
+    def __repr__(self) -> str:
+        return repr(self._rows)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """Ops over blocks; see the module's docstring.  ``planner.check`` tells whether one is valid."""
@@ -144,12 +303,40 @@ class Program:
     minibatch_size: int
     num_layers: int
     budgets: tuple[int, ...]
-    blocks: tuple[Block, ...]
-    ops: tuple[Op, ...]
+    blocks: Sequence[Block]
+    ops: Sequence[Op]
+    resident: tuple[int, ...] = ()
+
+    @classmethod
+    def of_columns(
+        cls,
+        minibatch_size: int,
+        num_layers: int,
+        budgets: tuple[int, ...],
+        blocks: BlockColumns,
+        ops: OpColumns,
+        resident: tuple[int, ...] = (),
+    ) -> "Program":
+        return cls(
+            minibatch_size=minibatch_size,
+            num_layers=num_layers,
+            budgets=budgets,
+            blocks=Rows(blocks, blocks.rows),
+            ops=Rows(ops, ops.rows),
+            resident=resident,
+        )
 
     @property
     def num_devices(self) -> int:
         return len(self.budgets)
+
+    @cached_property
+    def op_columns(self) -> OpColumns:
+        return self.ops.columns if isinstance(self.ops, Rows) else OpColumns.of(self.ops)
+
+    @cached_property
+    def block_columns(self) -> BlockColumns:
+        return self.blocks.columns if isinstance(self.blocks, Rows) else BlockColumns.of(self.blocks)
 
     @cached_property
     def queues(self) -> dict[tuple[int, Stream], tuple[int, ...]]:
@@ -196,7 +383,8 @@ class Program:
 
     def _lines(self) -> Iterator[str]:
         budgets = ",".join(map(str, self.budgets))
-        yield f"{_HEADER} minibatch={self.minibatch_size} layers={self.num_layers} budgets={budgets}"
+        resident = f" resident={','.join(map(str, self.resident))}" if self.resident else ""
+        yield f"{_HEADER} minibatch={self.minibatch_size} layers={self.num_layers} budgets={budgets}{resident}"
         for i, block in enumerate(self.blocks):
             yield f"%{i} {block.kind} d{block.device} {_pair(block.layers)} {_pair(block.samples)} {block.num_bytes}"
         for i, op in enumerate(self.ops):
@@ -226,6 +414,7 @@ class Program:
             budgets=_ints(header["budgets"]),
             blocks=tuple(blocks),
             ops=tuple(ops),
+            resident=_ints(header["resident"]) if "resident" in header else (),
         )
 
     def _repr_html_(self) -> str:

@@ -7,8 +7,13 @@ filling; Bertsekas and Gallager, *Data Networks*, section 6.5).
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Flow", "SharedResources", "fair_rates"]
+import numpy as np
+
+from harmony_lab.compiled import Floats, Ints, compiled
+
+__all__ = ["Flow", "FlowColumns", "SharedResources", "fair_rates", "fill_rates"]
 
 
 @dataclass(slots=True)
@@ -28,40 +33,79 @@ class Flow:
 def fair_rates(flows: Iterable[Flow], capacity: Mapping[Hashable, float]) -> list[float]:
     """The max-min fair rate of each flow.  A flow with no resources runs at its cap."""
     flows = list(flows)
-    rates = [0.0] * len(flows)
-    left = dict(capacity)
-    rising = [i for i, flow in enumerate(flows) if flow.resources]
-    for i, flow in enumerate(flows):
-        if not flow.resources:
-            rates[i] = flow.cap
+    numbers = {resource: number for number, resource in enumerate(capacity)}
+    named = [[numbers[resource] for resource in flow.resources] for flow in flows]
+    rates = np.zeros(len(flows))
+    fill_rates(
+        FlowColumns(
+            np.arange(len(flows)),
+            np.array([flow.cap for flow in flows], dtype=np.float64),
+            np.array([flow.weight for flow in flows], dtype=np.float64),
+            np.cumsum([len(resources) for resources in named], dtype=np.int64),
+            np.array([number for resources in named for number in resources], dtype=np.int64),
+            np.array(list(capacity.values()), dtype=np.float64),
+        ),
+        np.arange(len(flows)),
+        rates,
+    )
+    return [float(rate) for rate in rates]
+
+
+class FlowColumns(NamedTuple):
+    """Flows as arrays: flow f takes ``resource[route_end[r - 1] : route_end[r]]`` with r = ``route[f]``, resources
+    numbered as in ``capacity``."""
+
+    route: Ints
+    cap: Floats
+    weight: Floats
+    route_end: Ints
+    resource: Ints
+    capacity: Floats
+
+
+@compiled
+def fill_rates(f: FlowColumns, under_way: Ints, rate: Floats) -> None:
+    """Set the rates of the flows that are under way, by progressive filling."""
+    left, users = f.capacity.copy(), np.zeros(len(f.capacity))
+    rising = np.zeros(len(under_way), np.int64)
+    num_rising = 0
+    for flow in under_way:
+        begin = f.route_end[f.route[flow] - 1] if f.route[flow] > 0 else 0
+        if begin == f.route_end[f.route[flow]]:
+            rate[flow] = f.cap[flow]
+        else:
+            rising[num_rising] = flow
+            num_rising += 1
     level = 0.0
-    while rising:
-        users: dict[Hashable, float] = {}
-        for i in rising:
-            for resource in flows[i].resources:
-                users[resource] = users.get(resource, 0.0) + flows[i].weight
-        step = min(
-            min(left[resource] / weight for resource, weight in users.items()),
-            min(flows[i].cap for i in rising) - level,
-        )
+    while num_rising > 0:
+        users[:] = 0.0
+        step = np.inf
+        for flow in rising[:num_rising]:
+            step = min(step, f.cap[flow] - level)
+            for i in range(f.route_end[f.route[flow] - 1] if f.route[flow] > 0 else 0, f.route_end[f.route[flow]]):
+                users[f.resource[i]] += f.weight[flow]
+        for resource in range(len(left)):
+            if users[resource] > 0:
+                step = min(step, left[resource] / users[resource])
         level += step
-        full = set()
-        for resource, weight in users.items():
-            left[resource] -= step * weight
-            if left[resource] <= 1e-12 * capacity[resource]:
-                full.add(resource)
-        still = []
-        for i in rising:
-            if level >= flows[i].cap or not full.isdisjoint(flows[i].resources):
-                rates[i] = level
+        for resource in range(len(left)):
+            left[resource] -= step * users[resource]
+        still = 0
+        for flow in rising[:num_rising]:
+            frozen = level >= (1 - 1e-12) * f.cap[flow]
+            for i in range(f.route_end[f.route[flow] - 1] if f.route[flow] > 0 else 0, f.route_end[f.route[flow]]):
+                resource = f.resource[i]
+                frozen = frozen or left[resource] <= 1e-12 * f.capacity[resource]
+            if frozen:
+                rate[flow] = level
             else:
-                still.append(i)
-        if len(still) == len(rising):  # rounding kept the fullest resource just above zero
-            for i in rising:
-                rates[i] = level
-            break
-        rising = still
-    return rates
+                rising[still] = flow
+                still += 1
+        if still == num_rising:  # rounding kept the fullest resource just above zero
+            for flow in rising[:num_rising]:
+                rate[flow] = level
+            return
+        num_rising = still
 
 
 class SharedResources:

@@ -101,7 +101,7 @@ def random_plan(
     backward = random_packs(rng, 0, num_layers)
     backward_size = rng.randint(1, min(minibatch, max_size))
     same = equal_sizes or rng.random() < 0.5
-    return Plan(
+    plan = Plan(
         mode=rng.choice(list(Mode)),
         minibatch_size=minibatch,
         forward_microbatch_size=backward_size if same else rng.randint(1, min(minibatch, max_size)),
@@ -112,4 +112,24 @@ def random_plan(
         prefetch=rng.choice((0, 1, 1, 2)),
         peer_transfers=rng.random() < 0.7,
         just_in_time_update=rng.random() < 0.8,
+    )
+    return staying(rng, plan) if rng.random() < 0.5 else plan
+
+
+def staying(rng: random.Random, plan: Plan) -> Plan:
+    """The plan with the same packs forward and backward, some of which stay on their device in between."""
+    plan = plan.with_(
+        forward_packs=plan.backward_packs[:-1],
+        forward_microbatch_size=plan.backward_microbatch_size,
+        mirrored=plan.mode is Mode.PP and rng.random() < 0.7,
+    )
+    home = [p for p in plan.forward_packs if plan.forward_devices(p.start) == plan.backward_devices(p)]
+    resident = [pack for pack in home if rng.random() < 0.6]
+    last = plan.fused_pack
+    together = bool(last.start) and plan.forward_devices(last.start - 1) == plan.backward_devices(last)
+    boundaries = [pack.start for pack in home if pack.start] + [last.start] * together
+    return plan.with_(
+        resident_packs=resident,
+        kept_packs=[pack for pack in resident if rng.random() < 0.5],
+        device_stash=[boundary for boundary in boundaries if rng.random() < 0.5],
     )

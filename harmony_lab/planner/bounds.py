@@ -1,8 +1,13 @@
 """Lower bounds on an iteration: of one plan, cheap enough to order candidates by, and of the whole problem."""
 
+from collections.abc import Collection
+
+import numpy as np
+
+from harmony_lab.compiled import Floats, Ints, compiled
 from harmony_lab.machine import HOST, Backend, Direction, Machine
-from harmony_lab.plan import Mode, Plan
-from harmony_lab.planner.compose import compose
+from harmony_lab.plan import Mode, Plan, microbatches
+from harmony_lab.planner.compose import stages
 from harmony_lab.planner.pack import PackCosts
 
 __all__ = ["candidate_bound", "problem_bound"]
@@ -13,15 +18,12 @@ def candidate_bound(plan: Plan, costs: PackCosts, machine: Machine) -> float:
     updates."""
     computing = dict.fromkeys(plan.devices, 0.0)
     swapped_in = dict.fromkeys(plan.devices, 0)
-    for task in compose(plan, costs.profile):
-        start, stop = task.pack
-        swapped_in[task.device] += costs.weight_bytes(start, stop)
-        for first, last in task.samples:
-            size = last - first
-            if task.backward:
-                computing[task.device] += costs.recompute_s(start, stop, size) + costs.backward_s(start, stop, size)
-            else:
-                computing[task.device] += costs.forward_s(start, stop, size)
+    for stage in stages(plan, costs.profile):
+        for device, share in zip(stage.devices, stage.shares, strict=True):
+            if not (stage.backward and stage.pack in plan.resident_packs):
+                swapped_in[device] += costs.weight_bytes(*stage.pack)
+            for first, last in microbatches(*share, stage.microbatch_size):
+                computing[device] += stage.seconds(costs, last - first)
     per_reduction = plan.num_devices if plan.mode is Mode.DP and not plan.peer_transfers else 1
     gradients = per_reduction * costs.gradient_bytes(0, plan.num_layers)
     return max(
@@ -33,11 +35,19 @@ def candidate_bound(plan: Plan, costs: PackCosts, machine: Machine) -> float:
     )
 
 
-def problem_bound(costs: PackCosts, machine: Machine, minibatch_size: int) -> float:
-    """No plan that swaps every pack in, recomputes and updates on the host is faster.
+def problem_bound(
+    costs: PackCosts,
+    machine: Machine,
+    minibatch_size: int,
+    *,
+    modes: Collection[Mode] = tuple(Mode),
+    overlapping: bool = True,
+) -> float:
+    """No plan of these modes that updates on the host is faster.
 
-    Per layer the best time per sample over all measured sizes, spread evenly over the devices; every weight in once;
-    every gradient out once.
+    Per layer the best time per sample over all measured sizes, forward once and backward once, spread evenly over the
+    devices; every weight in once; every gradient out once.  ``overlapping`` False: plans with ``prefetch=0`` whose
+    packs all come and go, see ``_serial_bound``.
     """
     profile = costs.profile
     total = 0.0
@@ -54,13 +64,79 @@ def problem_bound(costs: PackCosts, machine: Machine, minibatch_size: int) -> fl
             ]
         total += min(per_sample) * minibatch_size
     count = len(profile)
-    return max(
+    bound = max(
         total / machine.num_devices,
         _cores_bound(total, machine),
         costs.weight_bytes(0, count) / _rate_down(machine),
         costs.gradient_bytes(0, count) / _rate_up(machine),
         _update_seconds(costs),
     )
+    if not overlapping and modes and not profile.first_trainable_layer:
+        bound = max(bound, min(_serial_bound(costs, machine, minibatch_size, mode) for mode in modes))
+    return bound
+
+
+def _serial_bound(costs: PackCosts, machine: Machine, minibatch_size: int, mode: Mode) -> float:
+    """Where nothing is fetched ahead, a device fetches, computes and gives back in turn.
+
+    For each largest microbatch size: the least computing, for each of the fewest packs that fit the release of its
+    memory, weights twice (once in the last pack), what each microbatch brings in; in DP each pack's reduction and the
+    way of its gradients to the host too.
+    """
+    devices, count = machine.num_devices, len(costs.profile)
+    is_dp = mode is Mode.DP
+    samples = -(-minibatch_size // devices) if is_dp else minibatch_size
+    down = max(_alone(machine, HOST, device) for device in range(devices))
+    up = max(_alone(machine, device, HOST) for device in range(devices))
+    peer = max([_alone(machine, 0, device) for device in range(1, devices)], default=np.inf)
+    release_s = min(device.release_s for device in machine.devices)
+    budget = max(machine.budgets)
+    value = min([costs.boundary_bytes(b, 1) for b in range(1, count)], default=0) * samples
+    from_host = is_dp or devices == 1
+
+    forward: list[
+        tuple[Floats, Floats]
+    ] = []  # by largest size: least seconds of layers, and what packs up to each cost
+    best = np.full(count, np.inf)
+    for size in range(costs.profile.microbatch_sizes[0], min(costs.profile.largest_forward_microbatch, samples) + 1):
+        best = np.minimum(best, costs.layer_seconds(size, forward=True) / size * samples)
+        arriving = value / down if from_host else value * max(0.0, 1 - size / samples) / peer
+        packs = _fewest(costs.reach(size, budget, forward=True))
+        forward.append((best, packs * (release_s + arriving)))
+    found = np.inf
+    best = np.full(count, np.inf)
+    for size in range(costs.profile.microbatch_sizes[0], min(costs.profile.largest_microbatch, samples) + 1):
+        best = np.minimum(best, costs.layer_seconds(size, forward=False) / size * samples)
+        reach = costs.reach(size, budget, forward=False)
+        fused = int(np.argmax(reach >= count)) if (reach >= count).any() else count - 1
+        least = float(_fewest(reach)[count])
+        seconds = float(best.sum()) + least * release_s + max(0.0, least - 2) * value / down  # not the first and last
+        seconds += (costs.weight_bytes(0, count) + costs.weight_bytes(0, fused)) / down
+        if fused:
+            seconds += min(float(layers[:fused].sum()) + float(more[fused]) for layers, more in forward)
+        found = min(found, seconds)
+    if not is_dp:
+        return found / devices
+    num_bytes = costs.gradient_bytes(0, count)
+    if devices > 1 and machine.peer_transfers:
+        found += 2 * (devices - 1) / devices * num_bytes / peer
+    return found + num_bytes / up
+
+
+@compiled
+def _fewest(reach: Ints) -> Floats:
+    """The fewest packs that hold layers [0, stop), by stop."""
+    fewest = np.full(len(reach) + 1, np.inf)
+    fewest[0] = 0.0
+    for start in range(len(reach)):
+        for stop in range(start + 1, reach[start] + 1):
+            fewest[stop] = min(fewest[stop], fewest[start] + 1)
+    return fewest
+
+
+def _alone(machine: Machine, source: int, destination: int) -> float:
+    """Bytes per second of a transfer that shares its links with no other."""
+    return min(machine.capacities[hop] for hop in machine.route(source, destination))
 
 
 def _update_seconds(costs: PackCosts) -> float:

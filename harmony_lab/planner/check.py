@@ -4,33 +4,34 @@ Independent of how the Program was made: order is worked out anew with vector cl
 stream.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
+from harmony_lab.compiled import Bool, Int, Ints, compiled
 from harmony_lab.errors import ProgramError
 from harmony_lab.machine import HOST
-from harmony_lab.program import Op, OpKind, Program, TensorKind
+from harmony_lab.planner.order import Order, Uses, all_uses, op_name, pairs
+from harmony_lab.planner.stores import store_violations
+from harmony_lab.program import OP_CODES, TENSOR_CODES, BlockColumns, OpColumns, OpKind, Program, TensorKind
 from harmony_lab.units import format_bytes
 
 __all__ = ["check", "peak_bytes"]
 
-Ints = npt.NDArray[np.int64]
 _SHOWN = 20  # violations beyond these say nothing new
-_FROM_HOST_STORE = (TensorKind.WEIGHT, TensorKind.BUFFER, TensorKind.INPUT)
 
 
 def check(program: Program) -> None:
     """Raise ``ProgramError`` unless every block is written before it is read and freed once, every transfer is matched,
-    updates come after every read of the weights they change, no device's budget can be exceeded by any interleaving,
-    and no op waits for a later one.
+    updates come after every read of the weights they change, what a device changes is not lost, no device's budget can
+    be exceeded by any interleaving, what is resident is so in the end, and no op waits for a later one.
     """
     violations = list(_edges(program))
     if not violations:  # the rest needs a well-formed graph
-        order = _Order(program)
-        violations += [*_blocks(program, order), *_matches(program), *_updates(program, order)]
-        violations += _budgets(program, order)
+        order = Order(program)
+        violations += [*_blocks(program, order), *_matches(program, order), *_updates(program, order)]
+        violations += [*store_violations(program, order), *_budgets(program, order)]
     if violations:
         more = len(violations) - _SHOWN
         shown = violations[:_SHOWN] + ([f"… and {more} more"] if more > 0 else [])
@@ -39,204 +40,269 @@ def check(program: Program) -> None:
 
 def peak_bytes(program: Program) -> tuple[int, ...]:
     """Per device, the most that can be alive at once under any timing."""
-    order = _Order(program)
-    return tuple(int(alive.max(initial=0)) for alive in _alive_bytes(program, order))
-
-
-class _Order:
-    """Which op must have ended before which: ``clocks[k, s]`` ops of stream s precede the end of op k, itself
-    included."""
-
-    def __init__(self, program: Program) -> None:
-        self.streams = {key: column for column, key in enumerate(program.queues)}
-        count = len(program.ops)
-        self.clocks: Ints = np.zeros((count, max(1, len(self.streams))), dtype=np.int64)
-        self.stream_of: Ints = np.zeros(count, dtype=np.int64)
-        self.position: Ints = np.zeros(count, dtype=np.int64)
-        before: dict[int, int] = {}
-        for number, op in enumerate(program.ops):
-            column = self.streams[op.device, op.stream]
-            row = self.clocks[number]
-            waits = op.after if column not in before else (*op.after, before[column])
-            for other in waits:
-                np.maximum(row, self.clocks[other], out=row)
-            row[column] += 1
-            self.stream_of[number], self.position[number] = column, row[column]
-            before[column] = number
-
-    def precedes(self, first: int, second: int) -> bool:
-        """Whether ``first`` always ends before ``second`` starts."""
-        return first != second and bool(self.clocks[second, self.stream_of[first]] >= self.position[first])
-
-
-def _name(program: Program, number: int) -> str:
-    return f"op {number} ({program.ops[number]})"
+    order = Order(program)
+    alive = zip(_alive_bytes(program, order), _resident_bytes(program).tolist(), strict=True)
+    return tuple(int(of_ops.max(initial=resident)) for of_ops, resident in alive)
 
 
 def _edges(program: Program) -> Iterator[str]:
-    count, blocks = len(program.ops), len(program.blocks)
-    for number, op in enumerate(program.ops):
-        for other in op.after:
-            if not 0 <= other < count:
-                yield f"{_name(program, number)} waits for op {other}, which does not exist"
-            elif other >= number:
-                yield f"{_name(program, number)} waits for {_name(program, other)}, which comes later: a deadlock"
-        for block in (*op.reads, *op.writes, *op.frees):
-            if not 0 <= block < blocks:
-                yield f"{_name(program, number)} names block %{block}, which does not exist"
-        if op.device != HOST and not 0 <= op.device < program.num_devices:
-            yield f"{_name(program, number)} runs on device {op.device}, there are {program.num_devices}"
-
-
-def _users(program: Program) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    writers: list[list[int]] = [[] for _ in program.blocks]
-    readers: list[list[int]] = [[] for _ in program.blocks]
-    freers: list[list[int]] = [[] for _ in program.blocks]
-    for number, op in enumerate(program.ops):
-        for users, blocks in ((writers, op.writes), (readers, op.reads), (freers, op.frees)):
-            for block in blocks:
-                users[block].append(number)
-    return writers, readers, freers
-
-
-def _blocks(program: Program, order: _Order) -> Iterator[str]:
-    writers, readers, freers = _users(program)
-    for index, block in enumerate(program.blocks):
-        what = f"block %{index} ({block})"
-        if len(writers[index]) != 1:
-            names = ", ".join(_name(program, op) for op in writers[index]) or "no op"
-            yield f"{what} must be written by one op, it is written by {names}"
-            continue
-        (writer,) = writers[index]
-        for reader in readers[index]:
-            if not order.precedes(writer, reader):
-                yield f"{_name(program, reader)} may read {what} before {_name(program, writer)} has written it"
-        if len(freers[index]) > 1:
-            yield f"{what} is freed twice: by {' and by '.join(_name(program, op) for op in freers[index])}"
-        elif not freers[index]:
-            if block.device != HOST:
-                yield f"{what} is never freed; {_name(program, writer)} allocates it"
+    ops = program.op_columns
+    count, blocks = len(ops.kind), len(program.block_columns.kind)
+    waits = Uses.of(ops.after, ops.after_end)
+    for number, other in pairs(waits.op, waits.block, (waits.block < 0) | (waits.block >= waits.op)):
+        if not 0 <= other < count:
+            yield f"{op_name(program, number)} waits for op {other}, which does not exist"
         else:
-            (freer,) = freers[index]
-            for user in {writer, *readers[index]} - {freer}:
-                if not order.precedes(user, freer):
-                    yield f"{_name(program, freer)} may free {what} while {_name(program, user)} still uses it"
-        yield from _accumulation(program, order, index, writer, readers[index])
+            yield f"{op_name(program, number)} waits for {op_name(program, other)}, which comes later: a deadlock"
+    for uses in all_uses(program):
+        for number, block in pairs(uses.op, uses.block, (uses.block < 0) | (uses.block >= blocks)):
+            yield f"{op_name(program, number)} names block %{block}, which does not exist"
+    for block in program.resident:
+        if not 0 <= block < blocks:
+            yield f"resident block %{block} does not exist"
+    for number in np.flatnonzero((ops.device < HOST) | (ops.device >= program.num_devices)).tolist():
+        yield f"{op_name(program, number)} runs on device {ops.device[number]}, there are {program.num_devices}"
 
 
-def _accumulation(program: Program, order: _Order, index: int, writer: int, readers: list[int]) -> Iterator[str]:
-    """Backward ops add to gradients: whoever else reads those must come after all of them."""
-    block = program.blocks[index]
-    if block.kind is not TensorKind.GRADIENT or block.device == HOST:
-        return
-    changing: list[int] = []  # adding first, then reducing, then the rest: each after all before it
-    for kinds in ((OpKind.BACKWARD,), (OpKind.ALL_REDUCE,), (OpKind.SWAP_OUT, OpKind.SEND, OpKind.RECV)):
-        members = [op for op in sorted({writer, *readers}) if program.ops[op].kind in kinds]
-        for reader in members:
-            for op in changing:
-                if not order.precedes(op, reader):
-                    late = f"before {_name(program, op)} has changed it"
-                    yield f"{_name(program, reader)} may read block %{index} ({block}) {late}"
-        changing += members
+def _blocks(program: Program, order: Order) -> Iterator[str]:
+    columns = program.block_columns
+    writes, reads, frees = all_uses(program)
+    count = len(columns.kind)
+
+    def what(block: int) -> str:
+        return f"block %{block} ({program.blocks[block]})"
+
+    written = np.bincount(writes.block, minlength=count)
+    due = np.ones(count, dtype=np.int64)
+    due[list(program.resident)] = 0
+    for block in np.flatnonzero(written != due).tolist():
+        names = ", ".join(op_name(program, op) for op in writes.of_block(block)) or "no op"
+        whom = "one op" if due[block] else "no op, as it is resident"
+        yield f"{what(block)} must be written by {whom}, it is written by {names}"
+    writer = np.zeros(count, dtype=np.int64)
+    writer[writes.block] = writes.op
+    once, good = written == 1, written == due
+    early = once[reads.block] & ~order.precedes(writer[reads.block], reads.op)
+    for reader, block in pairs(reads.op, reads.block, early):
+        by = op_name(program, int(writer[block]))
+        yield f"{op_name(program, reader)} may read {what(block)} before {by} has written it"
+    freed = np.bincount(frees.block, minlength=count)
+    for block in np.flatnonzero(good & (freed > 1)).tolist():
+        names = " and by ".join(op_name(program, op) for op in frees.of_block(block))
+        yield f"{what(block)} is freed twice: by {names}"
+    left, gone = _left(program, np.flatnonzero(good & (freed == 0) & (columns.device != HOST)))
+    for block in left:
+        yield f"{what(block)} is never freed; {op_name(program, int(writer[block]))} allocates it"
+    for block in gone:
+        yield f"{what(block)} is resident, but in the end there is none"
+    freer = np.zeros(count, dtype=np.int64)
+    freer[frees.block] = frees.op
+    for uses in (writes, reads):
+        ends = freer[uses.block]
+        chosen = good[uses.block] & (freed[uses.block] == 1) & (uses.op != ends) & ~order.precedes(uses.op, ends)
+        for user, block in pairs(uses.op, uses.block, chosen):
+            by = op_name(program, int(freer[block]))
+            yield f"{by} may free {what(block)} while {op_name(program, user)} still uses it"
+    yield from _accumulation(program, order, writes, reads)
 
 
-def _matches(program: Program) -> Iterator[str]:
-    offered: dict[int, int] = {}
-    for number, op in enumerate(program.ops):
-        match op.kind:
-            case OpKind.SEND:
-                offered.update(dict.fromkeys(op.reads, number))
-            case OpKind.RECV:
-                yield from _received(program, number, op, offered)
-            case OpKind.SWAP_OUT:
-                yield from _same_content(program, number, op)
-            case OpKind.SWAP_IN:
-                yield from _swapped_in(program, number, op)
-    for block, number in offered.items():
-        yield f"{_name(program, number)} sends block %{block} ({program.blocks[block]}), which no op receives"
+def _left(program: Program, unfreed: Ints) -> tuple[list[int], list[int]]:
+    """Blocks that are there in the end without having been resident, and resident ones that have no successor."""
+    blocks = program.block_columns
+    tensors = list(zip(*(column.tolist() for column in blocks), strict=True))
+    due = Counter(tensors[block] for block in program.resident)
+    left = []
+    for block in unfreed.tolist():
+        if due[tensors[block]]:
+            due[tensors[block]] -= 1
+        else:
+            left.append(block)
+    gone = []
+    for block in program.resident:
+        if due[tensors[block]]:
+            due[tensors[block]] -= 1
+            gone.append(block)
+    return left, gone
 
 
-def _received(program: Program, number: int, op: Op, offered: dict[int, int]) -> Iterator[str]:
-    for block in op.reads:
-        send = offered.pop(block, None)
-        if send is None:
-            yield f"{_name(program, number)} receives block %{block} ({program.blocks[block]}), which no op sends"
-        elif send not in op.after:
-            yield f"{_name(program, number)} must wait for {_name(program, send)}, which sends what it receives"
-    yield from _same_content(program, number, op)
+_CHANGING = ((OpKind.BACKWARD,), (OpKind.ALL_REDUCE,), (OpKind.SWAP_OUT, OpKind.SEND, OpKind.RECV, OpKind.UPDATE))
 
 
-def _same_content(program: Program, number: int, op: Op) -> Iterator[str]:
-    if op.kind is OpKind.SWAP_OUT and all(program.blocks[b].kind is TensorKind.BUFFER for b in op.reads):
-        return
-    sources, targets = ([program.blocks[b]._replace(device=0) for b in blocks] for blocks in (op.reads, op.writes))
-    if sources != targets:
-        given, into = (", ".join(map(str, blocks)) or "nothing" for blocks in (sources, targets))
-        yield f"{_name(program, number)} copies {given} into {into}"
+def _accumulation(program: Program, order: Order, writes: Uses, reads: Uses) -> Iterator[str]:
+    """Backward ops add to gradients: whoever else reads those must come after all of them.
+
+    Adding first, then reducing, then the rest: each after all before it.
+    """
+    kinds, columns = program.op_columns.kind, program.block_columns
+    op, block = np.concatenate([writes.op, reads.op]), np.concatenate([writes.block, reads.block])
+    mine = (columns.kind[block] == TENSOR_CODES[TensorKind.GRADIENT]) & (columns.device[block] != HOST)
+    by_block = np.argsort(block[mine], kind="stable")
+    op, block = op[mine][by_block], block[mine][by_block]
+    for users in np.split(np.arange(len(op)), np.flatnonzero(np.diff(block)) + 1):
+        changing: list[int] = []
+        for group in _CHANGING:
+            members = np.unique(op[users][np.isin(kinds[op[users]], [OP_CODES[kind] for kind in group])])
+            late = ~order.precedes(np.array(changing, dtype=np.int64)[:, None], members[None, :])
+            for before, member in zip(*np.nonzero(late), strict=True):
+                what = f"block %{block[users[0]]} ({program.blocks[int(block[users[0]])]})"
+                yield (
+                    f"{op_name(program, int(members[member]))} may read {what} before "
+                    f"{op_name(program, changing[before])} has changed it"
+                )
+            changing += members.tolist()
 
 
-def _swapped_in(program: Program, number: int, op: Op) -> Iterator[str]:
-    for target in (program.blocks[b] for b in op.writes):
-        if target.kind in _FROM_HOST_STORE:
-            continue
-        pieces = [program.blocks[b] for b in op.reads]
-        covered = _covers([p.samples for p in pieces], target.samples)
-        if not covered or any((p.kind, p.layers) != (target.kind, target.layers) for p in pieces):
-            given = ", ".join(map(str, pieces)) or "nothing"
-            yield f"{_name(program, number)} needs all of {target} from the host, it is given {given}"
+def _matches(program: Program, order: Order) -> Iterator[str]:
+    """Transfers: sent and received once, same content at both ends, everything that a swap-in needs on the host."""
+    ops, blocks = program.op_columns, program.block_columns
+    _, reads, _ = all_uses(program)
+    sending, receiving = (ops.kind[reads.op] == OP_CODES[kind] for kind in (OpKind.SEND, OpKind.RECV))
+    send_of = np.full(len(blocks.kind), -1)
+    send_of[reads.block[sending]] = reads.op[sending]
+    receives = np.bincount(reads.block[receiving], minlength=len(blocks.kind))
+    for number, block in pairs(reads.op, reads.block, sending & (receives[reads.block] == 0)):
+        yield f"{op_name(program, number)} sends block %{block} ({program.blocks[block]}), which no op receives"
+    sent = send_of[reads.block]
+    unsent = receiving & ((sent < 0) | (sent > reads.op) | (receives[reads.block] > 1))
+    for number, block in pairs(reads.op, reads.block, unsent):
+        yield f"{op_name(program, number)} receives block %{block} ({program.blocks[block]}), which no op sends"
+    early = receiving & ~unsent & ~order.precedes(np.maximum(sent, 0), reads.op)
+    for number, block in pairs(reads.op, reads.block, early):
+        sender = op_name(program, int(send_of[block]))
+        yield f"{op_name(program, number)} must wait for {sender}, which sends what it receives"
+    numbers = _wrong_copies(ops, blocks)
+    for number in numbers[numbers >= 0].tolist():
+        op = program.ops[number]
+        given, into = (
+            ", ".join(str(program.blocks[b]._replace(device=0)) for b in indices) or "nothing"
+            for indices in (op.reads, op.writes)
+        )
+        if op.kind is OpKind.SWAP_IN:
+            given = ", ".join(str(program.blocks[b]) for b in op.reads) or "nothing"
+            target = program.blocks[op.writes[0]]
+            yield f"{op_name(program, number)} needs all of {target} from the host, it is given {given}"
+        else:
+            yield f"{op_name(program, number)} copies {given} into {into}"
 
 
-def _covers(parts: Iterable[tuple[int, int]], whole: tuple[int, int]) -> bool:
-    edge = whole[0]
-    for start, stop in sorted(parts):
-        if start > edge:
+_RECV, _SWAP_OUT, _SWAP_IN = (OP_CODES[kind] for kind in (OpKind.RECV, OpKind.SWAP_OUT, OpKind.SWAP_IN))
+_WEIGHT, _BUFFER, _INPUT, _OPTIMIZER = (
+    TENSOR_CODES[k] for k in (TensorKind.WEIGHT, TensorKind.BUFFER, TensorKind.INPUT, TensorKind.OPTIMIZER)
+)
+
+
+@compiled
+def _wrong_copies(ops: OpColumns, blocks: BlockColumns) -> Ints:
+    """Numbers of the ops whose copies do not match; -1 fills up."""
+    wrong = np.full(len(ops.kind), -1)
+    for op in range(len(ops.kind)):
+        kind = ops.kind[op]
+        reads = ops.reads[ops.reads_end[op - 1] if op > 0 else 0 : ops.reads_end[op]]
+        writes = ops.writes[ops.writes_end[op - 1] if op > 0 else 0 : ops.writes_end[op]]
+        good = True
+        if kind == _SWAP_IN:
+            for block in writes:
+                from_store = blocks.kind[block] in (_WEIGHT, _BUFFER, _INPUT, _OPTIMIZER)
+                good = good and (from_store or _covered(blocks, reads, block))
+        elif kind == _RECV or (kind == _SWAP_OUT and (len(writes) > 0 or not _all_state(blocks, reads))):
+            good = len(reads) == len(writes)
+            for i in range(min(len(reads), len(writes))):
+                good = good and _same_tensor(blocks, reads[i], writes[i]) and _same_samples(blocks, reads[i], writes[i])
+                good = good and blocks.num_bytes[reads[i]] == blocks.num_bytes[writes[i]]
+        if not good:
+            wrong[op] = op
+    return wrong
+
+
+@compiled
+def _all_state(blocks: BlockColumns, reads: Ints) -> Bool:
+    for block in reads:  # noqa: SIM110 - compiled
+        if blocks.kind[block] not in (_WEIGHT, _BUFFER, _OPTIMIZER):
             return False
-        edge = max(edge, stop)
-    return edge >= whole[1]
+    return True
 
 
-def _updates(program: Program, order: _Order) -> Iterator[str]:
+@compiled
+def _same_tensor(blocks: BlockColumns, one: Int, other: Int) -> Bool:
+    return (
+        blocks.kind[one] == blocks.kind[other]
+        and blocks.start[one] == blocks.start[other]
+        and blocks.stop[one] == blocks.stop[other]
+    )
+
+
+@compiled
+def _same_samples(blocks: BlockColumns, one: Int, other: Int) -> Bool:
+    return blocks.first[one] == blocks.first[other] and blocks.last[one] == blocks.last[other]
+
+
+@compiled
+def _covered(blocks: BlockColumns, pieces: Ints, target: Int) -> Bool:
+    """Whether the pieces are of the same tensor and hold all its samples."""
+    for block in pieces:
+        if not _same_tensor(blocks, block, target):
+            return False
+    edge, grown = blocks.first[target], True
+    while grown and edge < blocks.last[target]:
+        grown = False
+        for block in pieces:
+            if blocks.first[block] <= edge < blocks.last[block]:
+                edge, grown = blocks.last[block], True
+    return edge >= blocks.last[target]
+
+
+def _updates(program: Program, order: Order) -> Iterator[str]:
     """Weights on the host may change only after their last swap-in."""
-    reads = [
-        (number, op.layers)
-        for number, op in enumerate(program.ops)
-        if op.kind is OpKind.SWAP_IN and any(program.blocks[b].kind is TensorKind.WEIGHT for b in op.writes)
-    ]
-    for number, op in enumerate(program.ops):
-        if op.kind is OpKind.UPDATE:
-            for reader, (start, stop) in reads:
-                if start < op.layers[1] and op.layers[0] < stop and not order.precedes(reader, number):
-                    yield f"{_name(program, number)} may change weights that {_name(program, reader)} still reads"
+    ops = program.op_columns
+    writes, _, _ = all_uses(program)
+    readers = np.unique(writes.op[program.block_columns.kind[writes.block] == _WEIGHT])
+    readers = readers[ops.kind[readers] == _SWAP_IN]
+    updates = np.flatnonzero((ops.kind == OP_CODES[OpKind.UPDATE]) & (ops.device == HOST))
+    overlap = (ops.start[readers] < ops.stop[updates][:, None]) & (ops.start[updates][:, None] < ops.stop[readers])
+    wrong = overlap & ~order.precedes(readers[None, :], updates[:, None])
+    for update, reader in zip(*np.nonzero(wrong), strict=True):
+        late, early = op_name(program, int(updates[update])), op_name(program, int(readers[reader]))
+        yield f"{late} may change weights that {early} still reads"
 
 
-def _alive_bytes(program: Program, order: _Order) -> list[Ints]:
+def _resident_bytes(program: Program) -> Ints:
+    """Per device."""
+    blocks, resident = program.block_columns, np.array(program.resident, dtype=np.int64)
+    num_bytes = np.zeros(program.num_devices, dtype=np.int64)
+    np.add.at(num_bytes, blocks.device[resident], blocks.num_bytes[resident])
+    return num_bytes
+
+
+def _alive_bytes(program: Program, order: Order) -> list[Ints]:
     """Per device and op: the most that can be alive when that op runs, see ``program``; 0 for ops that allocate nothing
     there."""
-    count = len(program.ops)
+    blocks = program.block_columns
+    count = len(program.op_columns.kind)
     allocated = np.zeros((program.num_devices, count), dtype=np.int64)
     freed = np.zeros((program.num_devices, count), dtype=np.int64)
-    for number, op in enumerate(program.ops):
-        for indices, totals in ((op.writes, allocated), (op.frees, freed)):
-            for index in indices:
-                block = program.blocks[index]
-                if block.device != HOST:
-                    totals[block.device, number] += block.num_bytes
+    writes, _, frees = all_uses(program)
+    for uses, totals in ((writes, allocated), (frees, freed)):
+        mine = blocks.device[uses.block] != HOST
+        block = uses.block[mine]
+        np.add.at(totals, (blocks.device[block], uses.op[mine]), blocks.num_bytes[block])
     known_free = np.zeros_like(freed)
     for column in range(order.clocks.shape[1]):
         members = np.flatnonzero(order.stream_of == column)
         before = np.zeros((program.num_devices, len(members) + 1), dtype=np.int64)
         np.cumsum(freed[:, members], axis=1, out=before[:, 1:])
-        clock = order.clocks[:, column] - (order.stream_of == column)  # what precedes the start, not the end
-        known_free += before[:, clock]
-    return list(np.where(allocated > 0, np.cumsum(allocated, axis=1) - known_free, 0))
+        if before.any():
+            clock = order.clocks[:, column] - (order.stream_of == column)  # what precedes the start, not the end
+            known_free += before[:, clock]
+    alive = np.cumsum(allocated, axis=1) - known_free + _resident_bytes(program)[:, None]
+    return list(np.where(allocated > 0, alive, 0))
 
 
-def _budgets(program: Program, order: _Order) -> Iterator[str]:
+def _budgets(program: Program, order: Order) -> Iterator[str]:
     for device, (alive, budget) in enumerate(zip(_alive_bytes(program, order), program.budgets, strict=True)):
         over = np.flatnonzero(alive > budget)
         if over.size:
             worst = int(over[np.argmax(alive[over])])
             yield (
                 f"device {device} may need {format_bytes(int(alive[worst]))} of its {format_bytes(budget)} when "
-                f"{_name(program, worst)} runs ({over.size} ops exceed the budget)"
+                f"{op_name(program, worst)} runs ({over.size} ops exceed the budget)"
             )

@@ -1,4 +1,4 @@
-"""compose: a Plan as tasks, each a pack on a device with its microbatches, in the order in which they are begun."""
+"""compose: a Plan as stages: its packs in the order of one iteration, with the devices and samples of each."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -9,45 +9,30 @@ from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Pack, Plan, microbatches
 from harmony_lab.planner.pack import PackCosts
 
-__all__ = ["Task", "Unit", "compose", "ordered_units", "validate"]
+__all__ = ["Stage", "forward_stages", "stages", "validate"]
 
 
-class Task(NamedTuple):
-    """A pack's whole group of microbatches on one device.
+class Stage(NamedTuple):
+    """A pack with its whole group of microbatches.
 
-    ``stage``: position in the chain of packs of one iteration, the same on every device in DP.
+    ``shares``: the samples that each of ``devices`` works on.  ``kept``: its forward keeps what its backward needs.
     """
 
-    stage: int
     pack: Pack
-    device: int
     backward: bool
     fused: bool
-    samples: tuple[tuple[int, int], ...]
+    kept: bool
+    microbatch_size: int
+    devices: tuple[int, ...]
+    shares: tuple[tuple[int, int], ...]
 
-
-class Unit(NamedTuple):
-    """One microbatch of a task."""
-
-    task: Task
-    position: int  # among the task's microbatches
-
-    @property
-    def samples(self) -> tuple[int, int]:
-        return self.task.samples[self.position]
-
-    @property
-    def num_samples(self) -> int:
-        start, stop = self.samples
-        return stop - start
-
-    @property
-    def is_first(self) -> bool:
-        return self.position == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.position == len(self.task.samples) - 1
+    def seconds(self, costs: PackCosts, size: int) -> float:
+        """Computing for one microbatch."""
+        start, stop = self.pack
+        if not self.backward:
+            return costs.recompute_s(start, stop, size) if self.kept else costs.forward_s(start, stop, size)
+        again = 0.0 if self.kept else costs.recompute_s(start, stop, size)
+        return again + costs.backward_s(start, stop, size)
 
 
 def validate(plan: Plan, profile: Profile, machine: Machine) -> None:
@@ -65,10 +50,14 @@ def _violations(plan: Plan, profile: Profile, machine: Machine) -> Iterable[str]
         yield f"the plan was made for another model (fingerprint {plan.fingerprint}, this one is {profile.fingerprint})"
     if max(plan.devices) >= machine.num_devices:
         yield f"the plan uses device {max(plan.devices)}, the machine has devices 0 to {machine.num_devices - 1}"
-    for name in ("forward_microbatch_size", "backward_microbatch_size"):
-        if getattr(plan, name) > profile.largest_microbatch:
+    largest = {
+        "forward_microbatch_size": profile.largest_forward_microbatch,
+        "backward_microbatch_size": profile.largest_microbatch,
+    }
+    for name, most in largest.items():
+        if getattr(plan, name) > most:
             yield (
-                f"{name} is {getattr(plan, name)}, the profile was measured up to {profile.largest_microbatch}; "
+                f"{name} is {getattr(plan, name)}, the profile was measured up to {most}; "
                 "use a smaller one or profile again with larger microbatch_sizes"
             )
     smallest = min(_microbatch_sizes(plan))
@@ -97,61 +86,44 @@ def _microbatch_sizes(plan: Plan) -> set[int]:
     return {stop - start for share in shares for size in sizes for start, stop in microbatches(*share, size)}
 
 
-def compose(plan: Plan, profile: Profile) -> tuple[Task, ...]:
-    """Tasks by stage, then by device order.
+def stages(plan: Plan, profile: Profile) -> tuple[Stage, ...]:
+    """Forward packs first to last, then backward packs last to first.
 
-    PP deals the packs round the devices, forward packs first to last, then backward packs last to first.  DP gives
-    every pack to every device with its share of the minibatch.  Backward packs below the first trainable layer have
-    nothing to do and are left out.
+    PP deals the packs round the devices.  DP gives every pack to every device with its share of the minibatch.
+    Backward packs below the first trainable layer have nothing to do and are left out.
     """
     backward = [pack for pack in reversed(plan.backward_packs) if pack.stop > profile.first_trainable_layer]
-    chain = [(pack, False) for pack in plan.forward_packs] + [(pack, True) for pack in backward]
-    tasks = []
-    for stage, (pack, is_backward) in enumerate(chain):
-        size = plan.backward_microbatch_size if is_backward else plan.forward_microbatch_size
-        if plan.mode is Mode.PP:
-            placed = [(plan.devices[stage % plan.num_devices], (0, plan.minibatch_size))]
-        else:
-            placed = [(device, plan.share(position)) for position, device in enumerate(plan.devices)]
-        tasks += [
-            Task(stage, pack, device, is_backward, pack == plan.fused_pack and is_backward, microbatches(*share, size))
-            for device, share in placed
-        ]
-    return tuple(tasks)
+    shares = _shares(plan)
+    kept = {pack for pack in plan.kept_packs if pack.stop > profile.first_trainable_layer}
+    forward = [
+        Stage(pack, False, False, pack in kept, plan.forward_microbatch_size, plan.forward_devices(pack.start), shares)
+        for pack in plan.forward_packs
+    ]
+    return *forward, *(
+        Stage(
+            pack,
+            True,
+            pack == plan.fused_pack,
+            pack in kept,
+            plan.backward_microbatch_size,
+            plan.backward_devices(pack),
+            shares,
+        )
+        for pack in backward
+    )
 
 
-def ordered_units(tasks: tuple[Task, ...], costs: PackCosts) -> list[Unit]:
-    """All units in the order in which they would begin if only computing took time.
-
-    This is the order in which memory is promised (see ``program``), so it must be one in which the devices really
-    progress together.  Where several devices run one stage (DP), the stage ends on all of them before the next: what
-    they reduce together leaves before more is promised to a device that is ahead.
-    """
-    free_at: dict[int, float] = {}
-    ended: dict[tuple[int, int], list[tuple[int, float]]] = {}  # (stage, device) -> each unit's last sample and end
-    devices_of: dict[int, list[int]] = {}
-    for task in tasks:
-        devices_of.setdefault(task.stage, []).append(task.device)
-    begun: list[tuple[tuple[float, float, int, int], Unit]] = []
-    for task in tasks:
-        before = devices_of.get(task.stage - 1, [])
-        source = task.device if task.device in before else next(iter(before), task.device)
-        produced = ended.get((task.stage - 1, source), [])
-        ends = ended[task.stage, task.device] = []
-        for position, samples in enumerate(task.samples):
-            ready = next((end for stop, end in produced if stop >= samples[1]), 0.0)
-            start = max(free_at.get(task.device, 0.0), ready)
-            free_at[task.device] = start + _unit_seconds(task, samples, costs)
-            ends.append((samples[1], free_at[task.device]))
-            in_step = task.stage if len(devices_of[task.stage]) > 1 else 0.0
-            begun.append(((in_step, start, task.stage, position), Unit(task, position)))
-    begun.sort(key=lambda row: row[0])
-    return [unit for _, unit in begun]
+def forward_stages(plan: Plan) -> tuple[Stage, ...]:
+    """Forward packs first to last, then the forward of the last pack: what evaluating takes."""
+    sizes = [plan.forward_microbatch_size] * len(plan.forward_packs) + [plan.backward_microbatch_size]
+    return tuple(
+        Stage(pack, False, False, False, size, plan.forward_devices(pack.start), _shares(plan))
+        for pack, size in zip((*plan.forward_packs, plan.fused_pack), sizes, strict=True)
+    )
 
 
-def _unit_seconds(task: Task, samples: tuple[int, int], costs: PackCosts) -> float:
-    start, stop = task.pack
-    size = samples[1] - samples[0]
-    if task.backward:
-        return costs.recompute_s(start, stop, size) + costs.backward_s(start, stop, size)
-    return costs.forward_s(start, stop, size)
+def _shares(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """The samples of each device that runs a pack."""
+    if plan.mode is Mode.PP:
+        return ((0, plan.minibatch_size),)
+    return tuple(plan.share(position) for position in range(plan.num_devices))

@@ -1,16 +1,29 @@
 """Packs: what a range of layers costs in seconds and bytes, and balanced partitions of layers into packs."""
 
-import math
-from collections.abc import Callable, Collection, Sequence
-from functools import cache
-from itertools import pairwise
+from collections.abc import Collection
+from functools import cache, lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
+from harmony_lab.compiled import Floats, Ints
 from harmony_lab.costs import Profile
 from harmony_lab.plan import Pack
+from harmony_lab.planner.partition import best_partitions, furthest_stops
+from harmony_lab.planner.tables import (
+    backward_costs,
+    backward_needs,
+    backward_row,
+    forward_costs,
+    forward_needs,
+    forward_row,
+    model_bytes,
+)
 
-__all__ = ["PackCosts", "balanced_packs", "largest_fitting_packs"]
+__all__ = ["PackCosts", "balanced_packs", "largest_fitting_packs", "partitions"]
 
-Range = tuple[int, int]
+Fits = npt.NDArray[np.bool_]
+_TABLES = 256  # of what fits, remembered at once: at most this many times (layers + 1)² bytes
 
 
 class PackCosts:
@@ -18,99 +31,88 @@ class PackCosts:
 
     Bytes of compute ops leave out blocks that the program counts itself (weights, gradients, inputs, outputs): they are
     what an op needs beside them.
+
+    Where the profile's memory is additive, a pack needs its state and input, and the sum of what its layers need beside
+    theirs.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.weight_bytes = cache(profile.weight_bytes)
-        self.gradient_bytes = cache(profile.gradient_bytes)
-        self.buffer_bytes = cache(profile.buffer_bytes)
+        self.model = model_bytes(profile)
+        self.forward_costs = cache(lambda size: forward_costs(profile, size))
+        self.backward_costs = cache(lambda size: backward_costs(profile, size))
         self.boundary_bytes = cache(profile.boundary_bytes)
         self.boundary_gradient_bytes = cache(profile.boundary_gradient_bytes)
         self.batch_input_bytes = cache(profile.batch_input_bytes)
         self.forward_s = cache(self._forward_s)
         self.recompute_s = cache(self._recompute_s)
         self.backward_s = cache(self._backward_s)
-        self.saved_bytes = cache(self._saved_bytes)
         self.forward_workspace = cache(self._forward_workspace)
-        self.recompute_workspace = cache(self._recompute_workspace)
-        self.backward_workspace = cache(self._backward_workspace)
+        self._fitting = lru_cache(_TABLES)(self._find_fitting)
+        self._stash_matters = cache(self._find_stash_matters)
+        self._backward_parts = cache(self._find_backward_parts)
+
+    # -- seconds ------------------------------------------------------------------------------------------------------
 
     def _forward_s(self, start: int, stop: int, size: int) -> float:
-        return sum(self.profile.cost(layer, size).forward_s for layer in range(start, stop))
+        seconds = self.forward_costs(size).seconds
+        return float(seconds[stop] - seconds[start])
 
     def _recompute_s(self, start: int, stop: int, size: int) -> float:
-        return sum(self.profile.cost(layer, size).recompute_s for layer in range(start, stop))
+        seconds = self.backward_costs(size).recompute_s
+        return float(seconds[stop] - seconds[start])
 
     def _backward_s(self, start: int, stop: int, size: int) -> float:
-        return sum(self.profile.cost(layer, size).backward_s for layer in range(start, stop))
+        seconds = self.backward_costs(size).backward_s
+        return float(seconds[stop] - seconds[start])
 
-    def _saved_bytes(self, start: int, stop: int, size: int) -> int:
-        return math.ceil(self._saved_before(start, stop, size)[-1])
+    def layer_seconds(self, size: int, *, forward: bool) -> Floats:
+        """Of each layer: its forward, or its recompute and backward."""
+        if forward:
+            return np.diff(self.forward_costs(size).seconds)
+        costs = self.backward_costs(size)
+        return np.diff(costs.recompute_s + costs.backward_s)
 
-    def _saved_before(self, start: int, stop: int, size: int) -> list[float]:
-        """What is kept for backward when each layer begins, from the first trainable one on, and after the last.
+    # -- bytes --------------------------------------------------------------------------------------------------------
 
-        Layers below that one keep nothing: what they compute is dropped after its last use, which may be there.
-        """
-        first = max(start, min(stop, self.profile.first_trainable_layer))
-        saved: list[float] = [self._new_bytes(start, first, size)]
-        for layer in range(first, stop):
-            saved.append(saved[-1] + self.profile.cost(layer, size).saved_bytes)
-        return saved
+    def weight_bytes(self, start: int, stop: int) -> int:
+        return int(self.model.weights[start, stop])
 
-    def _new_bytes(self, start: int, boundary: int, size: int) -> int:
-        """Values of a boundary that did not come in at ``start``."""
-        if boundary == start:
-            return 0
-        given = {spec.name for spec in self.profile.boundaries[start]}
-        return sum(spec.num_bytes(size) for spec in self.profile.boundaries[boundary] if spec.name not in given)
+    def gradient_bytes(self, start: int, stop: int) -> int:
+        return int(self.model.gradients[start, stop])
+
+    def buffer_bytes(self, start: int, stop: int) -> int:
+        return int(self.model.buffers[start, stop])
 
     def _forward_workspace(self, start: int, stop: int, size: int, keep: tuple[int, ...]) -> int:
-        """Forward without gradient, beside its input and the boundaries it keeps."""
-        peak = 0.0
-        kept = 0
-        for layer in range(start, stop):
-            crossing = 0
-            if layer > start:
-                if layer in keep:
-                    kept += self.boundary_bytes(layer, size)
-                else:
-                    crossing = self.boundary_bytes(layer, size)
-            peak = max(peak, kept + crossing + self.profile.cost(layer, size).forward_peak_bytes)
-        return max(0, math.ceil(peak) - sum(self.boundary_bytes(boundary, size) for boundary in keep))
+        """Forward without gradient, beside its input and the boundaries it keeps: its output's and maybe others."""
+        assert stop in keep
+        kept = self._kept(keep)
+        alive = np.zeros(len(kept), dtype=np.int64)
+        forward_row(self.model, self.forward_costs(size), kept, start, stop, alive)
+        return int(alive[stop]) - sum(self.boundary_bytes(boundary, size) for boundary in keep)
 
-    def _recompute_workspace(self, start: int, stop: int, size: int) -> int:
+    def _kept(self, boundaries: Collection[int]) -> Ints:
+        kept = np.zeros(len(self.profile) + 1, dtype=np.int64)
+        kept[list(boundaries)] = 1
+        return kept
+
+    def saved_bytes(self, start: int, stop: int, size: int) -> int:
+        """What forward with gradient leaves for backward."""
+        return self._backward_parts(start, stop, size)[0]
+
+    def recompute_workspace(self, start: int, stop: int, size: int) -> int:
         """Forward with gradient, beside its input and what it saves."""
-        saved = self._saved_before(start, stop, size)
-        first = stop + 1 - len(saved)
-        peaks = [
-            (self._new_bytes(start, layer, size) if layer < first else saved[layer - first])
-            + self.profile.cost(layer, size).recompute_peak_bytes
-            for layer in range(start, stop)
-        ]
-        return max(0, math.ceil(max(peaks) - saved[-1]))
+        return self._backward_parts(start, stop, size)[1]
 
-    def _backward_workspace(self, start: int, stop: int, size: int) -> int:
+    def backward_workspace(self, start: int, stop: int, size: int) -> int:
         """Backward, beside what was saved and the gradients of the pack's output and input."""
-        saved = self._saved_before(start, stop, size)
-        first = stop + 1 - len(saved)
-        peak = 0.0
-        for layer in range(first, stop):
-            alive = saved[layer - first] + self.profile.cost(layer, size).backward_peak_bytes
-            alive += self._passing_gradient_bytes(layer, size)
-            if layer == stop - 1 < len(self.profile) - 1:  # the loss's own gradient is no block
-                alive -= self.boundary_gradient_bytes(stop, size)
-            if layer == start:
-                alive -= self.boundary_gradient_bytes(start, size)
-            peak = max(peak, alive)
-        return max(0, math.ceil(peak - saved[-1]))
+        return self._backward_parts(start, stop, size)[2]
 
-    def _passing_gradient_bytes(self, layer: int, size: int) -> int:
-        """Gradients of values that pass by that layer on their way from a later one to an earlier one."""
-        before = {spec.name for spec in self.profile.boundaries[layer]}
-        after = self.profile.boundaries[layer + 1]
-        return sum(spec.num_bytes(size) for spec in after if spec.requires_grad and spec.name in before)
+    def _find_backward_parts(self, start: int, stop: int, size: int) -> tuple[int, int, int]:
+        saved, recompute, backward = np.zeros((3, stop + 1), dtype=np.int64)
+        backward_row(self.model, self.backward_costs(size), start, stop, saved, recompute, backward)
+        return int(saved[stop]), int(recompute[stop]), int(backward[stop])
 
     # -- the least that must be on the device at once ----------------------------------------------------------------
 
@@ -128,30 +130,73 @@ class PackCosts:
 
     def backward_bytes(self, start: int, stop: int, size: int) -> int:
         """Device memory of one microbatch's recompute and backward."""
+        saved, recompute, backward = self._backward_parts(start, stop, size)
         held = (
             self.weight_bytes(start, stop)
             + self.buffer_bytes(start, stop)
             + self.batch_input_bytes(start, stop, size)
             + self.boundary_bytes(start, size)
-            + self.saved_bytes(start, stop, size)
+            + saved
         )
-        backward = (
+        gradients = (
             self.gradient_bytes(start, stop)
             + self.boundary_gradient_bytes(stop, size)
             + self.boundary_gradient_bytes(start, size)
-            + self.backward_workspace(start, stop, size)
         )
-        return held + max(self.recompute_workspace(start, stop, size), backward)
+        return held + max(recompute, gradients + backward)
+
+    def needs(self, size: int, *, forward: bool, stash_at: Collection[int] = ()) -> Ints:
+        """[start, stop]: ``forward_bytes`` or ``backward_bytes`` of every pack; 0 where stop is not above start.
+
+        ``stash_at``: boundaries that forward packs keep for backward.
+        """
+        needs = np.zeros((len(self.profile) + 1,) * 2, dtype=np.int64)
+        if forward:
+            forward_needs(self.model, self.forward_costs(size), self._kept(stash_at), needs)
+        else:
+            backward_needs(self.model, self.backward_costs(size), needs)
+        return needs
+
+    def fits(self, size: int, budget_bytes: int, *, forward: bool, stash_at: Collection[int] = ()) -> Fits:
+        """[start, stop]: whether that pack needs at most so much."""
+        matters = forward and self._stash_matters(size)
+        return self._fitting(size, budget_bytes, forward, frozenset(stash_at) if matters else frozenset())
+
+    def _find_fitting(self, size: int, budget_bytes: int, forward: bool, stash_at: frozenset[int]) -> Fits:
+        needs = self.needs(size, forward=forward, stash_at=stash_at)
+        return (needs > 0) & (needs <= budget_bytes)
+
+    def _find_stash_matters(self, size: int) -> bool:
+        """Whether boundaries that a pack keeps add to its memory; not where every layer keeps its output anyway."""
+        costs = self.forward_costs(size)
+        return not self.model.is_additive or bool((costs.peak < costs.boundary[1:]).any())
+
+    def reach(self, size: int, budget_bytes: int, *, forward: bool) -> Ints:
+        """For each start the last stop of a pack that fits; the start itself where none does."""
+        return furthest_stops(self.fits(size, budget_bytes, forward=forward))
 
 
-def balanced_packs(
-    profile: Profile, start: int, stop: int, count: int, microbatch_size: int, forward: bool
-) -> tuple[Pack, ...]:
-    """``count`` packs of layers [start, stop) with the slowest one as fast as can be; memory is not looked at."""
-    costs = PackCosts(profile)
-    return (
-        partition(_seconds(costs, start, stop, microbatch_size, forward), start, count, lambda first, last: True) or ()
-    )
+def partitions(
+    costs: PackCosts,
+    start: int,
+    stop: int,
+    size: int,
+    *,
+    forward: bool,
+    budget_bytes: int | None,
+    counts: Collection[int],
+    stash_at: Collection[int] = (),
+) -> dict[int, tuple[Pack, ...]]:
+    """Layers [start, stop) in each of ``counts`` numbers of packs, the slowest pack as fast as can be.
+
+    Every pack is within ``budget_bytes`` (None: memory is not looked at); numbers for which there is no such partition
+    are left out.  ``stash_at``: boundaries that forward packs must keep for backward.
+    """
+    if budget_bytes is None:
+        fits = np.triu(np.ones((len(costs.profile) + 1,) * 2, dtype=np.bool_), k=1)
+    else:
+        fits = costs.fits(size, budget_bytes, forward=forward, stash_at=stash_at)
+    return best_partitions(costs.layer_seconds(size, forward=forward), fits, start, stop, counts)
 
 
 def largest_fitting_packs(
@@ -165,84 +210,25 @@ def largest_fitting_packs(
     budget_bytes: int,
     stash_at: Collection[int] = (),
 ) -> tuple[Pack, ...] | None:
-    """``count`` packs of layers [start, stop), balanced in time, each within ``budget_bytes``; None where there are
-    none.
-
-    ``stash_at``: boundaries that forward packs must keep for backward.
-    """
-
-    def fits(first: int, last: int) -> bool:
-        if forward:
-            keep = tuple(b for b in range(first + 1, last + 1) if b == last or b in stash_at)
-            return costs.forward_bytes(first, last, microbatch_size, keep) <= budget_bytes
-        return costs.backward_bytes(first, last, microbatch_size) <= budget_bytes
-
-    return partition(_seconds(costs, start, stop, microbatch_size, forward), start, count, fits)
-
-
-def _seconds(costs: PackCosts, start: int, stop: int, size: int, forward: bool) -> list[float]:
-    if forward:
-        return [costs.forward_s(layer, layer + 1, size) for layer in range(start, stop)]
-    return [
-        costs.recompute_s(layer, layer + 1, size) + costs.backward_s(layer, layer + 1, size)
-        for layer in range(start, stop)
-    ]
+    """``count`` packs of layers [start, stop) as in ``partitions``; None where there are none."""
+    found = partitions(
+        costs,
+        start,
+        stop,
+        microbatch_size,
+        forward=forward,
+        budget_bytes=budget_bytes,
+        counts=(count,),
+        stash_at=stash_at,
+    )
+    return found.get(count)
 
 
-def partition(
-    seconds: Sequence[float], start: int, count: int, fits: Callable[[int, int], bool]
-) -> tuple[Pack, ...] | None:
-    """Exactly ``count`` contiguous packs that minimise the slowest, each ``fits``; None where there are none.
-
-    ``seconds[i]`` is layer ``start + i``.  The least bottleneck is found by bisection: for a given one, packs are
-    filled greedily, which needs the fewest packs because ``fits`` only gets harder as a pack grows.
-    """
-    total = len(seconds)
-    if not 1 <= count <= total:
-        return None
-    prefix = [0.0]
-    for second in seconds:
-        prefix.append(prefix[-1] + second)
-
-    def fill(bottleneck: float) -> list[int] | None:
-        edges = [0]
-        while edges[-1] < total:
-            first = last = edges[-1]
-            while (
-                last < total
-                and prefix[last + 1] - prefix[first] <= bottleneck
-                and fits(start + first, start + last + 1)
-            ):
-                last += 1
-            if last == first or len(edges) > count:
-                return None
-            edges.append(last)
-        return edges
-
-    low, high = max(seconds), prefix[-1] * (1 + 1e-9)
-    best = fill(high)
-    if best is None:
-        return None
-    for _ in range(40):
-        middle = (low + high) / 2
-        edges = fill(middle)
-        if edges is None:
-            low = middle
-        else:
-            best, high = edges, middle
-        if high - low <= 1e-6 * high:
-            break
-    edges = _split_to(best, count, prefix)
-    return tuple(Pack(start + first, start + last) for first, last in pairwise(edges))
-
-
-def _split_to(edges: list[int], count: int, prefix: Sequence[float]) -> list[int]:
-    """Cut the slowest packs that can be cut, near their middle, until there are ``count``."""
-    edges = list(edges)
-    while len(edges) - 1 < count:
-        spans = [(prefix[b] - prefix[a], a, b) for a, b in pairwise(edges) if b - a > 1]
-        _, first, last = max(spans, key=lambda span: (span[0], -span[1]))
-        half = (prefix[first] + prefix[last]) / 2
-        cut = min(range(first + 1, last), key=lambda edge: abs(prefix[edge] - half))
-        edges = sorted([*edges, cut])
-    return edges
+def balanced_packs(
+    profile: Profile, start: int, stop: int, count: int, microbatch_size: int, forward: bool
+) -> tuple[Pack, ...]:
+    """``count`` packs of layers [start, stop) with the slowest one as fast as can be; memory is not looked at."""
+    found = partitions(
+        PackCosts(profile), start, stop, microbatch_size, forward=forward, budget_bytes=None, counts=(count,)
+    )
+    return found.get(count, ())

@@ -6,11 +6,11 @@ import pytest
 import toy_profiles as toys
 
 from harmony_lab.errors import PlanDoesNotFitError, PlanError
-from harmony_lab.plan import Pack, Plan
+from harmony_lab.plan import Plan
 from harmony_lab.planner.bounds import candidate_bound
 from harmony_lab.planner.check import check
 from harmony_lab.planner.lower import lower
-from harmony_lab.planner.pack import PackCosts, balanced_packs, largest_fitting_packs, partition
+from harmony_lab.planner.pack import PackCosts
 from harmony_lab.planner.search import search
 from harmony_lab.simulator.engine import run
 
@@ -100,40 +100,6 @@ def test_the_frame_has_a_row_per_candidate_with_text_that_parses() -> None:
     assert len(frame) == len(result.candidates)
     assert Plan.parse(frame.plan[0]) == result.best
     assert (frame.samples_per_s * frame.step_s).round(6).eq(8).all()
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_partitions_are_optimal(seed: int) -> None:
-    rng = random.Random(seed)
-    seconds = [rng.uniform(0.1, 1) for _ in range(rng.randint(2, 8))]
-    count = rng.randint(1, len(seconds))
-    limit = rng.randint(1, len(seconds))
-
-    def splits(start: int, left: int) -> list[list[int]]:
-        if left == 1:
-            return [[len(seconds)]]
-        return [[cut, *rest] for cut in range(start + 1, len(seconds)) for rest in splits(cut, left - 1)]
-
-    def slowest(edges: list[int]) -> float:
-        return max(sum(seconds[a:b]) for a, b in zip([0, *edges], edges, strict=False))
-
-    allowed = [e for e in splits(0, count) if all(b - a <= limit for a, b in zip([0, *e], e, strict=False))]
-    packs = partition(seconds, 0, count, lambda first, last: last - first <= limit)
-    if not allowed:
-        assert packs is None
-    else:
-        assert packs is not None
-        assert len(packs) == count
-        assert slowest([pack.stop for pack in packs]) == pytest.approx(min(map(slowest, allowed)), rel=1e-5)
-
-
-def test_packs_respect_the_memory_cap() -> None:
-    costs = PackCosts(toys.profile(8))
-    packs = largest_fitting_packs(costs, 0, 8, 4, 2, forward=False, budget_bytes=5_000_000)
-    assert packs is not None
-    assert all(costs.backward_bytes(pack.start, pack.stop, 2) <= 5_000_000 for pack in packs)
-    assert largest_fitting_packs(costs, 0, 8, 2, 2, forward=False, budget_bytes=5_000_000) is None
-    assert balanced_packs(toys.profile(8), 2, 8, 3, 1, forward=True) == (Pack(2, 4), Pack(4, 6), Pack(6, 8))
 
 
 def test_no_microbatch_is_left_smaller_than_what_was_measured() -> None:

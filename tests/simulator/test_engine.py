@@ -1,109 +1,90 @@
-"""The simulator against closed forms."""
+"""Whole iterations against closed forms."""
+
+from dataclasses import replace
 
 import pytest
 import toy_profiles as toys
 
-from harmony_lab.machine import HOST, Machine
+from harmony_lab.errors import ProgramError
 from harmony_lab.plan import Plan
 from harmony_lab.planner.lower import lower
-from harmony_lab.program import Block, Op, OpKind, Program, Stream, TensorKind
-from harmony_lab.sharing import Flow, SharedResources, fair_rates
-from harmony_lab.simulator.engine import run
-from harmony_lab.trace import Trace
+from harmony_lab.program import Op, OpKind, Program, Stream, TensorKind
+from harmony_lab.simulator.engine import makespan_s, run
 
 ONE_PACK = Plan.parse("pp minibatch=8 forward=2[] backward=2[0:4] devices=0")
-
-
-def swap_ins(*sizes: tuple[int, int], machine: Machine) -> Trace:
-    """Independent swap-ins of (device, bytes), all at time zero."""
-    blocks = tuple(Block(TensorKind.WEIGHT, device, (0, 1), (0, 0), size) for device, size in sizes)
-    ops = tuple(
-        Op(OpKind.SWAP_IN, device, Stream.SWAP_IN, (0, 1), (0, 0), writes=(i,)) for i, (device, _) in enumerate(sizes)
-    )
-    program = Program(minibatch_size=1, num_layers=4, budgets=machine.budgets, blocks=blocks, ops=ops)
-    return run(program, toys.profile(4), machine)
+LINK, LAYER_BYTES, UPDATE_S = 1e9, 1_000_000, 0.005
+FORWARD_S, RECOMPUTE_S, BACKWARD_S = 0.01, 0.011, 0.02  # of a layer and sample
 
 
 def test_one_device_alone_takes_the_sum_of_its_work() -> None:
-    profile, machine = toys.profile(4), toys.gpus(1, memory_bytes=10_000_000, link=1e9)
+    profile, machine = toys.profile(4), toys.gpus(1, memory_bytes=10_000_000, link=LINK)
     trace = run(lower(ONE_PACK, profile, machine), profile, machine)
-    weights = 4e6 / 1e9
-    x = 2 * profile.batch_input_bytes(0, 4, 1) / 1e9
-    computing = 4 * 4 * 2 * (0.011 + 0.02)
-    gradients, update = 4e6 / 1e9, 4 * 0.005
+    weights = 4e6 / LINK
+    x = 2 * profile.batch_input_bytes(0, 4, 1) / LINK
+    computing = 4 * 4 * 2 * (RECOMPUTE_S + BACKWARD_S)
+    gradients, update = 4e6 / LINK, 4 * UPDATE_S
     assert trace.makespan_s == pytest.approx(weights + x + computing + gradients + update)
 
 
-def test_transfers_share_a_link_fairly() -> None:
-    machine = toys.gpus(2, link=1e6, peer_link=1e9)
-    trace = swap_ins((0, 1_000_000), (1, 3_000_000), machine=machine)
-    assert trace.end_s.tolist() == pytest.approx([2.0, 4.0])  # half each until the first ends, then all of it
-
-
-def test_a_device_with_a_slow_link_leaves_the_rest_to_the_other() -> None:
-    machine = toys.gpus(2, link=1e6, peer_link=8e5)
-    trace = swap_ins((0, 800_000), machine=machine)
-    assert trace.makespan_s == pytest.approx(1.0)  # its own link binds
-    rates = fair_rates([Flow(("up", "a"), 1.0), Flow(("up", "b"), 1.0)], {"up": 10.0, "a": 2.0, "b": 100.0})
-    assert rates == pytest.approx([2.0, 8.0])
-
-
-def test_a_cap_frees_capacity_for_others() -> None:
-    rates = fair_rates([Flow(("r",), 1.0, cap=1.0), Flow(("r",), 1.0, cap=9.0), Flow((), 1.0, cap=3.0)], {"r": 4.0})
-    assert rates == pytest.approx([1.0, 3.0, 3.0])
-
-
-def test_weights_count_against_capacity() -> None:
-    rates = fair_rates([Flow(("cores",), 1.0, cap=1.0, weight=2.0), Flow(("cores",), 1.0, cap=1.0)], {"cores": 2.0})
-    assert rates == pytest.approx([2 / 3, 2 / 3])
-
-
-def test_directions_are_independent() -> None:
-    machine = toys.gpus(1, link=1e6)
-    blocks = (
-        Block(TensorKind.WEIGHT, 0, (0, 1), (0, 0), 1_000_000),
-        Block(TensorKind.GRADIENT, 0, (1, 2), (0, 0), 1_000_000),
-        Block(TensorKind.GRADIENT, HOST, (1, 2), (0, 0), 1_000_000),
+def staying(prefetch: int) -> Plan:
+    """Four packs of two layers, on one device; activations stay there."""
+    packs = "0:2,2:4,4:6"
+    return Plan.parse(
+        f"pp minibatch=8 forward=2[{packs}] backward=2[{packs},6:8] devices=0 prefetch={prefetch} stash=2,4,6"
     )
-    ops = (
-        Op(OpKind.SWAP_IN, 0, Stream.SWAP_IN, (0, 1), (0, 0), writes=(0,)),
-        Op(OpKind.SWAP_OUT, 0, Stream.SWAP_OUT, (1, 2), (0, 0), reads=(1,), writes=(2,)),
-    )
-    program = Program(minibatch_size=1, num_layers=4, budgets=machine.budgets, blocks=blocks, ops=ops)
-    assert run(program, toys.profile(4), machine).end_s.tolist() == pytest.approx([1.0, 1.0])
 
 
-def test_peer_transfers_stay_off_the_uplink() -> None:
-    machine = toys.gpus(2)
-    assert [hop.link for hop in machine.route(0, 1)] == ["switch-gpu0", "switch-gpu1"]
-    assert [hop.link for hop in machine.route(HOST, 1)] == ["host-switch", "switch-gpu1"]
+COMPUTING = 8 * (6 * FORWARD_S + 8 * (RECOMPUTE_S + BACKWARD_S))  # of 8 samples
 
 
-def test_emulated_devices_share_the_hosts_cores() -> None:
-    from dataclasses import replace
+def test_without_prefetch_one_device_takes_the_sum_of_fetching_computing_and_giving_back() -> None:
+    profile, machine = toys.profile(8), toys.gpus(1, memory_bytes=100_000_000, link=LINK)
+    weights = (8 + 6) * LAYER_BYTES / LINK
+    inputs = 3 * profile.batch_input_bytes(0, 8, 8) / LINK  # first pack twice, last pack once
+    gradients = 8 * LAYER_BYTES / LINK
+    expected = weights + inputs + COMPUTING + gradients + 2 * UPDATE_S  # only the last pack's update is left over
+    assert makespan_s(lower(staying(0), profile, machine), profile, machine) == pytest.approx(expected)
 
-    from harmony_lab.machine import Backend, Host
 
-    machine = toys.gpus(2, memory_bytes=30_000_000, link=1e15, peer_link=1e15)
-    devices = tuple(replace(device, backend=Backend.EMULATED) for device in machine.devices)
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_prefetch_hides_all_but_the_first_fetch_and_the_last_gradients_behind_computing(prefetch: int) -> None:
+    profile, machine = toys.profile(8), toys.gpus(1, memory_bytes=100_000_000, link=LINK)
+    first = 2 * LAYER_BYTES / LINK + profile.batch_input_bytes(0, 2, 2) / LINK
+    last = 2 * LAYER_BYTES / LINK + 2 * UPDATE_S
+    made = makespan_s(lower(staying(prefetch), profile, machine), profile, machine)
+    assert made == pytest.approx(first + COMPUTING + last)
+
+
+def test_two_devices_work_on_different_microbatches_at_the_same_time() -> None:
+    """Short packs on one device, the long last one on the other, which is never idle::
+
+    d0  FFFF.R.....BR......BR......BR......B     F forward, R recompute, B backward
+    d1   LLLLLLLLLLLLLLLLLLLLLLLLLLLLLLLLLL      L forward and backward of the last pack
+    """
+    profile = toys.profile(8, update_s=0.0)
+    machine = toys.gpus(2, memory_bytes=100_000_000, link=1e15, peer_link=1e15)
+    plan = Plan.parse("pp minibatch=8 forward=2[0:2] backward=2[0:2,2:8] devices=0,1")
+    forward, last = 2 * 2 * FORWARD_S, 6 * 2 * (RECOMPUTE_S + BACKWARD_S)
+    made = makespan_s(lower(plan, profile, machine), profile, machine)
+    assert made == pytest.approx(forward + 4 * last + 2 * 2 * BACKWARD_S)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_devices_that_share_the_samples_share_the_time(num_devices: int) -> None:
     profile = toys.profile(4, update_s=0.0)
-    plan = ONE_PACK.with_(mode="dp", devices=(0, 1))
-
-    def makespan(cores: int) -> float:
-        on = replace(machine, devices=devices, host=Host(memory_bytes=2**34, num_cores=cores))
-        return run(lower(plan, profile, on), profile, on).makespan_s
-
-    assert makespan(1) == pytest.approx(2 * makespan(2), rel=1e-6)
+    machine = toys.gpus(num_devices, memory_bytes=100_000_000, link=1e15, peer_link=1e15)
+    plan = ONE_PACK.with_(mode="dp", devices=range(num_devices))
+    computing = 8 / num_devices * 4 * (RECOMPUTE_S + BACKWARD_S)
+    assert makespan_s(lower(plan, profile, machine), profile, machine) == pytest.approx(computing)
 
 
-def test_a_faster_link_or_more_memory_never_hurts_a_plan() -> None:
-    profile = toys.profile(8)
-    plan = Plan.parse("pp minibatch=8 forward=2[0:2,2:4,4:6] backward=2[0:2,2:4,4:6,6:8] devices=0,1")
-    steps = []
-    for link in (1e7, 1e8, 1e9):
-        machine = toys.gpus(2, link=link)
-        steps.append(run(lower(plan, profile, machine), profile, machine).makespan_s)
-    assert steps == sorted(steps, reverse=True)
+def test_kept_packs_save_their_forward_and_pay_for_keeping() -> None:
+    """A forward with gradient instead of one without and a recompute."""
+    profile, machine = toys.profile(8), toys.gpus(1, memory_bytes=100_000_000, link=LINK)
+    plan = staying(1).with_(resident_packs=((0, 2), (4, 6)))
+    kept = plan.with_(kept_packs=((4, 6),))
+    before, after = (makespan_s(lower(each, profile, machine), profile, machine) for each in (plan, kept))
+    assert before - after == pytest.approx(8 * 2 * FORWARD_S)
 
 
 def test_memory_over_time_returns_to_zero_and_peaks_where_the_blocks_say() -> None:
@@ -111,8 +92,11 @@ def test_memory_over_time_returns_to_zero_and_peaks_where_the_blocks_say() -> No
     trace = run(lower(ONE_PACK, profile, machine), profile, machine)
     (timeline,) = trace.memory
     assert timeline.total_bytes[-1] == 0
-    weights = timeline.num_bytes[:, timeline.kinds.index(TensorKind.WEIGHT)]
-    assert weights.max() == profile.weight_bytes(0, 4)
+    of_kind = {kind: timeline.num_bytes[:, timeline.kinds.index(kind)].max() for kind in timeline.kinds}
+    assert of_kind[TensorKind.WEIGHT] == profile.weight_bytes(0, 4)
+    assert of_kind[TensorKind.GRADIENT] == profile.gradient_bytes(0, 4)
+    assert of_kind[TensorKind.SAVED] == 4 * profile.cost(0, 2).saved_bytes
+    assert of_kind[TensorKind.INPUT] == 2 * profile.batch_input_bytes(0, 4, 2)  # two buffers
 
 
 def test_the_same_program_gives_the_same_trace() -> None:
@@ -123,12 +107,21 @@ def test_the_same_program_gives_the_same_trace() -> None:
     assert first.end_s.tolist() == second.end_s.tolist()
 
 
-def test_shared_resources_move_flows_in_time() -> None:
-    shared = SharedResources({"link": 10.0})
-    shared.add("a", Flow(("link",), 10.0))
-    shared.advance(0.5)
-    shared.add("b", Flow(("link",), 10.0))
-    assert shared.next_completion() == (pytest.approx(1.5), "a")
-    shared.advance(1.5)
-    shared.remove("a")
-    assert shared.next_completion() == (pytest.approx(2.0), "b")
+def test_an_op_that_waits_for_ever_is_named() -> None:
+    profile, machine = toys.profile(4), toys.gpus(1, memory_bytes=10_000_000)
+    program = lower(ONE_PACK, profile, machine)
+    ops: list[Op] = list(program.ops)
+    number = next(n for n, op in enumerate(ops) if op.kind is OpKind.BACKWARD)
+    ops[number] = ops[number]._replace(after=(len(ops) - 1,))
+    with pytest.raises(ProgramError, match=r"op \d+ .* never runs"):
+        run(replace(program, ops=tuple(ops)), profile, machine)
+
+
+def test_a_program_without_ops_takes_no_time() -> None:
+    machine = toys.gpus(1)
+    empty = Program(minibatch_size=1, num_layers=4, budgets=machine.budgets, blocks=(), ops=())
+    trace = run(empty, toys.profile(4), machine)
+    assert trace.makespan_s == 0.0
+    assert trace.peak_bytes == (0,)
+    only_free = replace(empty, ops=(Op(OpKind.FREE, 0, Stream.MEMORY, (0, 1), (0, 0)),))
+    assert run(only_free, toys.profile(4), machine).makespan_s == 0.0

@@ -1,0 +1,62 @@
+"""staying: what is left of the devices' memory spent on what need then not move, or be computed, twice.
+
+The same packs forward and backward, each on one device (``Plan.mirrored`` in PP).  In the order of what they save per
+byte, boundaries' values stay, then weights, then all that backward needs; of each as many packs as fit, those that run
+last forward first: they wait least.
+"""
+
+from collections.abc import Callable, Iterator
+
+from harmony_lab.plan import Mode, Pack, Plan
+
+__all__ = ["mirror", "staying"]
+
+Seconds = Callable[[Plan], float | None]
+
+
+def mirror(plan: Plan) -> Plan:
+    """The plan with its backward packs for forward too, where each has its device."""
+    return plan.with_(
+        forward_packs=plan.backward_packs[:-1],
+        forward_microbatch_size=plan.backward_microbatch_size,
+        mirrored=plan.mode is Mode.PP and plan.num_devices > 1,
+    )
+
+
+def staying(plan: Plan, seconds: Seconds) -> Iterator[tuple[Plan, float]]:
+    """Ever faster plans; ``seconds`` of a plan's iteration, None where it does not fit.  ``plan`` as ``mirror`` gives
+    it."""
+    best = seconds(plan)
+    if best is None:
+        return
+    yield plan, best
+    for stay in (_values, _weights, _saved):
+        low, high = 0, len(plan.forward_packs)
+        while low < high:  # as many of the last packs as fit
+            middle = (low + high + 1) // 2
+            tried = stay(plan, plan.forward_packs[-middle:])
+            found = seconds(tried)
+            if found is None:
+                high = middle - 1
+                continue
+            low = middle
+            if found < best:
+                plan, best = tried, found
+                yield plan, best
+
+
+def _values(plan: Plan, packs: tuple[Pack, ...]) -> Plan:
+    boundaries = [pack.start for pack in packs if pack.start > 0]
+    last = plan.fused_pack.start
+    if plan.forward_devices(last - 1) == plan.backward_devices(plan.fused_pack):
+        boundaries.append(last)
+    return plan.with_(device_stash=tuple(boundaries))
+
+
+def _weights(plan: Plan, packs: tuple[Pack, ...]) -> Plan:
+    return plan.with_(resident_packs=packs)
+
+
+def _saved(plan: Plan, packs: tuple[Pack, ...]) -> Plan:
+    resident = [pack for pack in plan.forward_packs if pack in packs or pack in plan.resident_packs]
+    return plan.with_(resident_packs=tuple(resident), kept_packs=packs)

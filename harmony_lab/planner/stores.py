@@ -1,0 +1,46 @@
+"""stores: what devices that update for themselves change of weights and optimizer state; part of ``check``."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from harmony_lab.machine import HOST
+from harmony_lab.planner.order import Order, Uses, all_uses, op_name, pairs
+from harmony_lab.program import OP_CODES, TENSOR_CODES, OpKind, Program, TensorKind
+
+__all__ = ["store_violations"]
+
+
+def store_violations(program: Program, order: Order) -> Iterator[str]:
+    """What a device changes reaches its store or stays on the device, and is fetched from there before or after."""
+    ops, blocks = program.op_columns, program.block_columns
+    writes, reads, frees = all_uses(program)
+    changed = np.isin(blocks.kind, [TENSOR_CODES[kind] for kind in (TensorKind.WEIGHT, TensorKind.OPTIMIZER)])
+    out, fetched = (
+        Uses(uses.op[mine], uses.block[mine])
+        for uses, kind in ((reads, OpKind.SWAP_OUT), (writes, OpKind.SWAP_IN))
+        for mine in (changed[uses.block] & (ops.kind[uses.op] == OP_CODES[kind]),)
+    )
+    yield from _races(program, order, out, fetched)
+    updating = changed[reads.block] & (ops.kind[reads.op] == OP_CODES[OpKind.UPDATE]) & (ops.device[reads.op] != HOST)
+    last_out = np.full(len(blocks.kind), -1)
+    last_out[out.block] = out.op
+    freed = np.bincount(frees.block, minlength=len(blocks.kind)) > 0
+    update, block = reads.op[updating], reads.block[updating]
+    lost = freed[block] & ((last_out[block] < 0) | ~order.precedes(update, np.maximum(last_out[block], 0)))
+    for number, index in pairs(update, block, lost):
+        yield f"what {op_name(program, number)} changes of block %{index} ({program.blocks[index]}) is lost"
+
+
+def _races(program: Program, order: Order, out: Uses, fetched: Uses) -> Iterator[str]:
+    blocks = program.block_columns
+    for device, kind in {(blocks.device[block], blocks.kind[block]) for block in out.block}:
+        mine = (blocks.device == device) & (blocks.kind == kind)
+        one, other = (Uses(uses.op[mine[uses.block]], uses.block[mine[uses.block]]) for uses in (out, fetched))
+        overlap = (blocks.start[one.block][:, None] < blocks.stop[other.block]) & (
+            blocks.start[other.block] < blocks.stop[one.block][:, None]
+        )
+        rows, columns = np.nonzero(overlap)
+        leaving, coming = one.op[rows], other.op[columns]
+        for a, b in pairs(leaving, coming, ~order.precedes(leaving, coming) & ~order.precedes(coming, leaving)):
+            yield f"{op_name(program, a)} may change in the store what {op_name(program, b)} still reads"
