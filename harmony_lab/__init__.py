@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Certificate": "certificate",
     "Cost": "costs",
     "DecomposeError": "errors",
     "DeviceMemoryError": "errors",
+    "Forecast": "forecast",
     "HarmonyError": "errors",
+    "HostMemoryError": "errors",
     "Lab": "lab",
     "LayerSequence": "layers",
     "Machine": "machine",
@@ -44,17 +47,20 @@ _HOMES = {
 __all__ = [*sorted(_HOMES), "load_ipython_extension", "unload_ipython_extension"]
 
 if TYPE_CHECKING:
+    from harmony_lab.certificate import Certificate
     from harmony_lab.costs import Cost, Profile
     from harmony_lab.errors import (
         DecomposeError,
         DeviceMemoryError,
         HarmonyError,
+        HostMemoryError,
         OutOfRangeError,
         PlanDoesNotFitError,
         PlanError,
         ProgramError,
         TrainingError,
     )
+    from harmony_lab.forecast import Forecast
     from harmony_lab.lab import Lab
     from harmony_lab.layers import LayerSequence
     from harmony_lab.machine import Machine

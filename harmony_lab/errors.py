@@ -6,6 +6,7 @@ __all__ = [
     "DecomposeError",
     "DeviceMemoryError",
     "HarmonyError",
+    "HostMemoryError",
     "OutOfRangeError",
     "PlanDoesNotFitError",
     "PlanError",
@@ -54,6 +55,15 @@ class QuantityError(HarmonyError, ValueError):
 
 class DeviceMemoryError(HarmonyError, MemoryError):
     """A device's budget was exceeded while running; names op, bytes and budget."""
+
+
+class HostMemoryError(HarmonyError, MemoryError):
+    """The host has less memory than is needed; refused before anything is allocated."""
+
+    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
 
 
 class DecomposeError(HarmonyError):

@@ -1,52 +1,37 @@
 """Lab: one model on one machine, from profile to run; the same for notebook, script and command line."""
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
+from harmony_lab.forecast import Forecast, forecast
+from harmony_lab.lab_contents import contents
 from harmony_lab.layers import LayerSequence
+from harmony_lab.listeners import Listeners
 from harmony_lab.machine import Machine
+from harmony_lab.ownership import take_over
 from harmony_lab.plan import Mode, Plan
-from harmony_lab.planner.lower import lower
 from harmony_lab.planner.search import SearchResult, search
 from harmony_lab.preview import Preview, preview, repacked
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.measure import profile
-from harmony_lab.run import Listeners, Run
+from harmony_lab.profiler.steps import ProgressCallback
+from harmony_lab.progress import Progress
+from harmony_lab.run import Run, StepRecord
 from harmony_lab.trace import Trace
 from harmony_lab.trainer import Trainer
-from harmony_lab.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from harmony_lab.certificate import Certificate
+
 __all__ = ["Lab", "Preview", "Progress"]
 
-ProgressCallback = Callable[[int, int, str], None]  # done, total, what
-
 _SHOWN_PLANS = 8
-
-_labs: "weakref.WeakKeyDictionary[Any, weakref.ref[Lab]]" = weakref.WeakKeyDictionary()
-_labs_lock = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a long part is: ``stage`` is ``"profile"`` or ``"search"``."""
-
-    stage: str
-    done: int
-    total: int
-    text: str
-
-    @property
-    def fraction(self) -> float:
-        return self.done / self.total if self.total else 0.0
 
 
 class Lab:
@@ -93,7 +78,7 @@ class Lab:
         self._closed = False
         self._earlier_steps = 0  # of the runs before the last one
         self.layers: LayerSequence = decompose(model, example_batch, loss_fn, layers=layers)
-        _take_over(model, self)  # last, so that the older Lab works on where this one cannot be made
+        take_over(model, self)  # last, so that the older Lab works on where this one cannot be made
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -249,38 +234,41 @@ class Lab:
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def launch(self, data: Iterable[Any], steps: int, *, record_every: int = 1) -> Run:
+    def launch(
+        self,
+        data: Iterable[Any],
+        steps: int,
+        *,
+        record_every: int = 1,
+        accumulate: int = 1,
+        max_grad_norm: float | None = None,
+        stop_on_nan: bool = False,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> Run:
         """Train with the chosen plan on a thread of its own; returns at once.
 
         ``data``: batches, such as a DataLoader; started over when used up.  ``record_every``: steps between two
-        recorded traces.  Raises ``HarmonyError`` while another run is under way, ``PlanDoesNotFitError`` for a plan
-        that does not fit.
+        recorded traces.  ``accumulate``: minibatches per step.  ``max_grad_norm``, ``stop_on_nan``: see ``Trainer``.
+        ``on_step``: called after every step, for logging.  Raises ``HarmonyError`` while another run is under way,
+        ``PlanDoesNotFitError`` and ``HostMemoryError`` where the devices' or the host's memory does not suffice.
         """
         with self._work:
             self._must_be_free("launch")
-            if self.optimizer is None:
-                raise HarmonyError(
-                    "this Lab has no optimizer, so it can plan but not train: "
-                    "give one, such as Lab(model, batch, torch.optim.AdamW(model.parameters()), ...)"
-                )
-            self.prepare()
-            chosen, measured = self._preview, self._profile
-            assert chosen is not None
-            assert measured is not None
-            if not chosen.fits:
-                lower(chosen.plan, measured, self.machine)  # raises, with the numbers
             first_step = self.steps_trained
-            trainer = Trainer(
-                self.layers,
-                self.optimizer,
-                chosen.plan,
-                self.machine,
-                profile=measured,
-                seed=self.seed,
-                first_step=first_step,
-            )
+            trainer = self._trainer(accumulate=accumulate, max_grad_norm=max_grad_norm, stop_on_nan=stop_on_nan)
             try:
-                run = Run(trainer, chosen.plan, data, steps, num_samples=self._num_samples, record_every=record_every)
+                if trainer.plan != self.plan:
+                    self.choose(trainer.plan)  # so that what is measured can be set beside what was predicted
+                run = Run(
+                    trainer,
+                    trainer.plan,
+                    data,
+                    steps,
+                    num_samples=self._num_samples,
+                    record_every=record_every,
+                    accumulate=accumulate,
+                    on_step=on_step,
+                )
             except BaseException:
                 trainer.close()
                 raise
@@ -293,6 +281,56 @@ class Lab:
                 run.start()
         self._listeners.notify("run")
         return run
+
+    def verify(self, batches: Sequence[Any], *, tolerance: float | None = None) -> "Certificate":
+        """Train copies a step on each batch, with the chosen plan and in plain PyTorch: see ``Trainer.verify``."""
+        with self._work:
+            self._must_be_free("verify")
+            with self._trainer() as trainer:
+                return trainer.verify(batches, tolerance=tolerance)
+
+    def evaluate(self, batch: Any) -> float:
+        """The loss of a minibatch in eval mode, under the chosen plan: see ``Trainer.evaluate``."""
+        with self._work:
+            self._must_be_free("evaluate")
+            with self._trainer() as trainer:
+                return trainer.evaluate(batch)
+
+    def forecast(self, *, accumulate: int = 1, max_grad_norm: float | None = None) -> Forecast:
+        """What training under the chosen plan takes of the devices' and the host's memory; arguments as ``launch``."""
+        with self._work:
+            self._must_be_open("forecast")
+            optimizer, plan, costs = self._to_train(max_grad_norm)
+            return forecast(plan.trace, self.layers, optimizer, costs, self.machine, accumulate=accumulate)
+
+    def _trainer(self, **options: Any) -> Trainer:
+        optimizer, chosen, measured = self._to_train(options.get("max_grad_norm"))
+        return Trainer(
+            self.layers,
+            optimizer,
+            self.plan or chosen.plan,  # the trainer puts updates off itself, and says so
+            self.machine,
+            profile=measured,
+            seed=self.seed,
+            first_step=self.steps_trained,
+            **options,
+        )
+
+    def _to_train(self, max_grad_norm: float | None) -> "tuple[torch.optim.Optimizer, Preview, Profile]":
+        """What training needs, with updates at the end where gradients are clipped."""
+        if self.optimizer is None:
+            raise HarmonyError(
+                "this Lab has no optimizer, so it can plan but not train: "
+                "give one, such as Lab(model, batch, torch.optim.AdamW(model.parameters()), ...)"
+            )
+        if self._preview is None:
+            self.prepare()
+        chosen, measured = self._preview, self._profile
+        assert chosen is not None
+        assert measured is not None
+        if max_grad_norm is not None and chosen.plan.just_in_time_update:
+            chosen = self.preview(chosen.plan.with_(just_in_time_update=False))
+        return self.optimizer, chosen, measured
 
     def _num_samples(self, batch: Any) -> int:
         return self.layers.flatten_batch(batch)[1]["batch"]
@@ -345,37 +383,8 @@ class Lab:
         from harmony_lab.figures.report import training_report
 
         target = Path(path)
-        target.write_text(training_report(**self._shown()), encoding="utf-8")
+        target.write_text(training_report(**contents(self)), encoding="utf-8")
         return target
-
-    def _shown(self) -> dict[str, Any]:
-        """What there is to show by now."""
-        preview, run = self._preview, self._run
-        return {
-            "profile": self._profile,
-            "machine": self.machine,
-            "result_frame": None if self._result is None else self._result.to_frame(),
-            "plan": None if preview is None else preview.plan,
-            "predicted": None if preview is None else preview.trace,
-            "measured": None if run is None or preview is None or run.plan != preview.plan else run.trace,
-            "losses": () if run is None else run.losses,
-            "facts": self._facts(),
-        }
-
-    def _facts(self) -> dict[str, str]:
-        facts = {"model": repr(self.layers), "minibatch": str(self.minibatch_size)}
-        if self._profile is not None:
-            facts["training state"] = (
-                f"{format_bytes(self._profile.state_bytes)} of weights, gradients and optimizer state, without "
-                f"activations; the devices together hold {format_bytes(sum(self.machine.budgets))}"
-            )
-        if self._preview is not None and self._preview.problem is not None:
-            facts["does not fit"] = self._preview.problem
-        if self._result is not None:
-            facts["best plan"] = self._result.explain()
-        if self._run is not None:
-            facts["run"] = str(self._run)
-        return facts
 
     def __repr__(self) -> str:
         stage = "closed" if self._closed else str(self._run or self.plan or "not planned yet")
@@ -384,17 +393,7 @@ class Lab:
     def _repr_html_(self) -> str:
         from harmony_lab.figures.report import sections_html, training_sections
 
-        shown = self._shown() | {"profile": None}
+        shown = contents(self) | {"profile": None}
         if shown["result_frame"] is not None:
             shown["result_frame"] = shown["result_frame"].head(_SHOWN_PLANS)
         return sections_html(training_sections(**shown))
-
-
-def _take_over(model: Any, lab: Lab) -> None:
-    """Make ``lab`` the one Lab of that model; close the one before, and with it a run that trains the model."""
-    with _labs_lock:
-        before = _labs.get(model)
-        _labs[model] = weakref.ref(lab)
-    older = before() if before is not None else None
-    if older is not None:
-        older.close()

@@ -17,9 +17,12 @@ from typing import Any, Protocol
 
 from harmony_lab.units import format_bytes, format_count
 
-__all__ = ["Layer", "LayerCall", "LayerFunction", "LayerSequence", "StateSpec", "TensorSpec", "padded"]
+__all__ = ["LOSS_TOTALS", "Layer", "LayerCall", "LayerFunction", "LayerSequence", "StateSpec", "TensorSpec", "padded"]
 
 
+LOSS_TOTALS = "totals of the loss"
+"""The entry of a batch that holds what the terms of a mixed loss count in the whole minibatch: one number each, which
+add up over minibatches."""
 ALIGNMENT_BYTES = 64
 """Every parameter, buffer and gradient starts at a multiple of this in a pack's flat block."""
 
@@ -142,6 +145,8 @@ class LayerSequence:
         For each updated buffer, d where one microbatch maps b to d·b + f(microbatch); None where it has another form.
     ``random_ops``
         (batch dimension, rows per sample, blocks) of what the k-th random op draws: ``profiler.randomness.BatchDim``.
+    ``recipe``
+        What it was made of (``profiler.recipe.Recipe``); None for layers made by hand.
     """
 
     model: Any
@@ -160,6 +165,7 @@ class LayerSequence:
     random_ops: tuple[tuple[int | None, int, int], ...]
     fingerprint: str
     example_batch: Any = None
+    recipe: Any = None
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -5,17 +5,21 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from html import escape
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
+from harmony_lab.batches import endless
 from harmony_lab.errors import HarmonyError, TrainingError
+from harmony_lab.listeners import Listeners
 from harmony_lab.plan import Plan
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_seconds
 
-__all__ = ["Listeners", "Run", "RunStatus", "StepTrainer"]
+__all__ = ["Run", "RunStatus", "StepRecord", "StepTrainer"]
 
 _log = logging.getLogger("harmony_lab")
 _INTERRUPT_CHECK_S = 0.1
@@ -34,7 +38,9 @@ _ACTIVE = (RunStatus.RUNNING, RunStatus.PAUSED)
 
 
 class StepTrainer(Protocol):
-    """What a run needs of a trainer."""
+    """What a run needs of a trainer.  ``notes``: what is worth knowing before the first step."""
+
+    notes: tuple[str, ...]
 
     @property
     def predicted(self) -> Trace: ...
@@ -42,43 +48,25 @@ class StepTrainer(Protocol):
     @property
     def last_trace(self) -> Trace | None: ...
 
+    @property
+    def last_norm(self) -> float | None: ...
+
     def step(self, batch: Any) -> float: ...
+
+    def accumulate(self, batches: Sequence[Any]) -> float: ...
 
     def close(self) -> None: ...
 
 
-class Listeners:
-    """Callbacks that are told of events by name, on whatever thread the event happened."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step of a run, for logging.  ``step`` counts from 1.  ``grad_norm``: None unless gradients are clipped."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._callbacks: dict[object, Callable[[str], None]] = {}
-
-    def clear(self) -> None:
-        """Let all callbacks go."""
-        with self._lock:
-            self._callbacks.clear()
-
-    def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
-        """Add a callback; the function returned takes it away again."""
-        key = object()
-        with self._lock:
-            self._callbacks[key] = callback
-
-        def unsubscribe() -> None:
-            with self._lock:
-                self._callbacks.pop(key, None)
-
-        return unsubscribe
-
-    def notify(self, event: str) -> None:
-        with self._lock:
-            callbacks = list(self._callbacks.values())
-        for callback in callbacks:
-            try:
-                callback(event)
-            except Exception:  # a listener only watches: its fault must not end the training it watches
-                _log.exception("a listener failed on event %r", event)
+    step: int
+    loss: float
+    seconds: float
+    num_samples: int
+    grad_norm: float | None
 
 
 class _Task(NamedTuple):
@@ -87,6 +75,7 @@ class _Task(NamedTuple):
     trainer: StepTrainer
     batches: Iterator[Any]
     num_samples: Callable[[Any], int]
+    on_step: Callable[[StepRecord], None] | None
 
 
 class Run:
@@ -97,8 +86,12 @@ class Run:
     stays.  Events: ``"step"`` (every ``record_every`` steps and the last), ``"status"``; the last one comes when the
     run is over.
 
-    ``losses`` and ``step_s`` have one entry per step; ``swap_bytes`` and ``peak_bytes`` (per device) one per recorded
-    step.  ``trace`` is the last measured iteration, ``notes`` say what is worth knowing, such as a smaller last batch.
+    ``losses``, ``step_s`` and, where gradients are clipped, ``grad_norms`` have one entry per step; ``swap_bytes`` and
+    ``peak_bytes`` (per device) one per recorded step.  ``trace`` is the last measured iteration, ``notes`` say what is
+    worth knowing, such as a smaller last batch.
+
+    ``accumulate``: minibatches per step, see ``Trainer.accumulate``.  ``on_step`` is called after every step, on the
+    run's thread; where it fails the run goes on and a note says so.
     """
 
     def __init__(
@@ -110,16 +103,21 @@ class Run:
         *,
         num_samples: Callable[[Any], int],
         record_every: int = 1,
+        accumulate: int = 1,
+        on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         if steps < 1:
             raise HarmonyError(f"a run needs at least one step, got steps={steps}")
         if record_every < 1:
             raise HarmonyError(f"record_every must be at least 1, got {record_every}")
+        if accumulate < 1:
+            raise HarmonyError(f"accumulate must be at least 1 minibatch per step, got {accumulate}")
         self.plan = plan
         self.steps = steps
         self.record_every = record_every
         self.predicted = trainer.predicted
-        self._task: _Task | None = _Task(trainer, _batches(data), num_samples)
+        self.accumulate = accumulate
+        self._task: _Task | None = _Task(trainer, endless(data), num_samples, on_step)
         self._listeners = Listeners()
         self._changed = threading.Condition()
         self._status = RunStatus.RUNNING
@@ -128,7 +126,8 @@ class Run:
         self._step_s: list[float] = []
         self._swap_bytes: list[int] = []
         self._peak_bytes: list[tuple[int, ...]] = []
-        self._notes: list[str] = []
+        self._grad_norms: list[float] = []
+        self._notes: list[str] = list(trainer.notes)
         self._error: TrainingError | None = None
         self._trace: Trace | None = None
         self._ended = threading.Event()
@@ -162,6 +161,11 @@ class Run:
     def step_s(self) -> tuple[float, ...]:
         with self._changed:
             return tuple(self._step_s)
+
+    @property
+    def grad_norms(self) -> tuple[float, ...]:
+        with self._changed:
+            return tuple(self._grad_norms)
 
     @property
     def swap_bytes(self) -> tuple[int, ...]:
@@ -282,21 +286,42 @@ class Run:
         for number in range(self.steps):
             if not self._may_go_on():
                 return RunStatus.STOPPED
-            batch = next(task.batches, None)
-            if batch is None:
-                self._note(f"the data ended after {number} of {self.steps} steps; an iterator cannot start over")
+            batches = list(islice(task.batches, self.accumulate))
+            if len(batches) < self.accumulate:
+                rest = f", and {len(batches)} minibatches that make no whole step were left out" if batches else ""
+                self._note(f"the data ended after {number} of {self.steps} steps; an iterator cannot start over{rest}")
                 return RunStatus.FINISHED
-            self._note_size(number, task.num_samples(batch))
+            sizes = [task.num_samples(batch) for batch in batches]
+            for size in sizes:
+                self._note_size(number, size)
             begin = time.perf_counter()
-            loss = task.trainer.step(batch)
-            if not math.isfinite(loss) and all(map(math.isfinite, self._losses)):
-                self._note(f"the loss became {loss} in step {number + 1}; weights from there on may be of no use")
-            with self._changed:
-                self._losses.append(loss)
-                self._step_s.append(time.perf_counter() - begin)
+            loss = task.trainer.step(batches[0]) if self.accumulate == 1 else task.trainer.accumulate(batches)
+            seconds = time.perf_counter() - begin
+            self._count(number, loss, seconds, task.trainer.last_norm)
+            if task.on_step is not None:
+                self._tell(task, number, loss, seconds, sum(sizes))
             if (number + 1) % self.record_every == 0 or number + 1 == self.steps:
                 self._record(task.trainer.last_trace)
         return RunStatus.FINISHED
+
+    def _count(self, number: int, loss: float, seconds: float, norm: float | None) -> None:
+        if not math.isfinite(loss) and all(map(math.isfinite, self._losses)):
+            self._note(f"the loss became {loss} in step {number + 1}; weights from there on may be of no use")
+        with self._changed:
+            self._losses.append(loss)
+            self._step_s.append(seconds)
+            if norm is not None:
+                self._grad_norms.append(norm)
+
+    def _tell(self, task: _Task, number: int, loss: float, seconds: float, num_samples: int) -> None:
+        assert task.on_step is not None
+        norm = task.trainer.last_norm
+        record = StepRecord(step=number + 1, loss=loss, seconds=seconds, num_samples=num_samples, grad_norm=norm)
+        try:
+            task.on_step(record)
+        except Exception as error:  # logging only watches, as listeners do
+            _log.exception("on_step failed after step %d", number + 1)
+            self._note(f"on_step failed with {type(error).__name__}: {error}; training went on")
 
     def _record(self, trace: Trace | None) -> None:
         if trace is not None:
@@ -358,28 +383,3 @@ class Run:
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         error = f"<pre>{escape(str(self._error))}</pre>" if self._error else ""
         return f"<p>{escape(str(self))}</p>{error}{notes}{loss_svg(self.losses)}"
-
-
-def _batches(data: Iterable[Any]) -> Iterator[Any]:
-    """Batches, starting over when they are used up, if the data can."""
-    if isinstance(data, Mapping) or hasattr(data, "ndim"):
-        raise HarmonyError(
-            f"data must be an iterable of batches, such as a DataLoader; a single batch ({type(data).__name__}) "
-            "was given: pass [batch] to train on it again and again"
-        )
-    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
-        raise HarmonyError(f"data must be an iterable of batches, such as a DataLoader, got {type(data).__name__}")
-    return _over_and_over(data)
-
-
-def _over_and_over(data: Iterable[Any]) -> Iterator[Any]:
-    once_only = iter(data) is data
-    while True:
-        empty = True
-        for batch in data:
-            empty = False
-            yield batch
-        if once_only:
-            return
-        if empty:
-            raise HarmonyError("data yields no batch")

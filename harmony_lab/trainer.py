@@ -1,9 +1,12 @@
 """Plans at work: simulate one, train with one.  Here planner, profiler and runtime meet."""
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from harmony_lab.costs import Profile
+from harmony_lab.errors import HarmonyError
+from harmony_lab.forecast import Forecast, forecast
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan, microbatches
@@ -15,6 +18,9 @@ from harmony_lab.trace import Trace
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+    from harmony_lab.certificate import Certificate
+    from harmony_lab.runtime.runner import Evaluation
 
 __all__ = ["Trainer", "simulate"]
 
@@ -40,6 +46,15 @@ class Trainer:
     steps were trained before, so that training that goes on draws the masks it would have drawn without the break.
     ``chaos_seed`` delays every op of emulated devices at random, to show missing dependencies.
 
+    ``accumulate``: how many minibatches an update will be made of (see the method), so that memory is asked for first.
+    ``max_grad_norm``: gradients are clipped as by ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.  That
+    needs all gradients before the first update, so updates come at the end of the iteration (``update=end``, taken
+    whatever the plan says; ``notes`` tells).  What it costs: the host holds all gradients at once and reads them once
+    more, and no update runs beside computing; ``predicted`` and ``forecast`` have it in, but for that reading.
+    ``stop_on_nan``: a loss that is not finite ends the step, before its first update.
+
+    Raises ``HostMemoryError`` where the host's memory does not suffice (see ``forecast``), before anything is touched.
+
     Use it as a context manager, or ``close()`` it: then threads end and parameters get their own storage back.
     """
 
@@ -54,19 +69,38 @@ class Trainer:
         seed: int = 0,
         first_step: int = 0,
         chaos_seed: int | None = None,
+        accumulate: int = 1,
+        max_grad_norm: float | None = None,
+        stop_on_nan: bool = False,
     ) -> None:
         from harmony_lab.profiler.measure import profile as measure
         from harmony_lab.runtime.runner import Runner
 
         plan = Plan.of(plan)
+        self.notes: tuple[str, ...] = ()
+        if max_grad_norm is not None:
+            plan = self._deferred(plan, max_grad_norm)
         self.layers, self.plan, self.machine = layers, plan, machine
         if profile is None:
             profile = measure(layers, machine, optimizer, microbatch_sizes=_sizes_to_measure(plan, layers))
         self.profile = profile
+        self._optimizer, self._seed, self._max_grad_norm = optimizer, seed, max_grad_norm
+        self._waiting = {"all_gradients": max_grad_norm is not None, "all_losses": stop_on_nan}
         self._programs: dict[int, Program] = {}
+        self._forecasts: dict[int, Forecast] = {}
         self._lowered(plan.minibatch_size)  # a plan that cannot run is refused before the parameters are touched
+        self._require_memory(accumulate=accumulate)
         self._runner = Runner(
-            layers, optimizer, machine, self._lowered, seed=seed, first_step=first_step, chaos_seed=chaos_seed
+            layers,
+            optimizer,
+            machine,
+            self._lowered,
+            seed=seed,
+            first_step=first_step,
+            chaos_seed=chaos_seed,
+            max_grad_norm=max_grad_norm,
+            stop_on_nan=stop_on_nan,
+            evaluation=self._evaluation,
         )
 
     def step(self, batch: Any) -> float:
@@ -77,6 +111,62 @@ class Trainer:
         """
         return self._runner.step(batch)
 
+    def accumulate(self, batches: Sequence[Any]) -> float:
+        """One update from several minibatches, as if they were one: returns the loss of all their samples together.
+
+        So each minibatch weighs as much as it counts: samples, or targets that are not ignored.  Where they count the
+        same that is what plain PyTorch does with ``(loss / len(batches)).backward()`` for each; where they count
+        different numbers of tokens, that would be a mean of means and this is the mean over all tokens.  Random masks
+        are those of one minibatch of all samples.  Gradients are added up in host memory, once more their size.
+
+        Raises ``TrainingError`` like ``step``: buffers are then as they were before the first minibatch.
+        """
+        batches = list(batches)
+        if not batches:
+            raise HarmonyError("accumulate needs at least one minibatch, got an empty sequence")
+        self._require_memory(accumulate=len(batches))
+        return self._runner.accumulate(batches)
+
+    def evaluate(self, batch: Any) -> float:
+        """The loss of the model in eval mode on a minibatch: forward only, pack by pack, as a plan's forward runs.
+
+        What ``model.eval()`` would give: no dropout, batch norm with its running statistics; the model itself keeps its
+        mode, and nothing of it changes.  The layers of eval mode are captured and profiled when this is first called.
+        ``last_trace`` is then that of the evaluation.
+
+        Raises ``HarmonyError`` for a model that changes its state in eval mode too.
+        """
+        return self._runner.evaluate(batch)
+
+    def verify(self, batches: Sequence[Any], *, tolerance: float | None = None) -> "Certificate":
+        """Train a step on each batch beside plain PyTorch, on copies of model and optimizer, and compare.
+
+        See ``verification.verify``.  ``tolerance``: the largest relative difference that passes, by default 1e-4, or
+        0.05 for parameters of 16 bits.  Raises ``HostMemoryError`` where the copies have no room.
+        """
+        from harmony_lab.verification import Subject, verify
+
+        expected = self.forecast()
+        activations = self.profile.activation_bytes(self.plan.backward_microbatch_size)
+        emulated_and_kept = expected.host_bytes - expected.weight_bytes - expected.optimizer_state_bytes
+        subject = Subject(
+            layers=self.layers,
+            optimizer=self._optimizer,
+            plan=self.plan,
+            machine=self.machine,
+            lower=self._lowered,
+            seed=self._seed,
+            first_step=self.step_count,
+            max_grad_norm=self._max_grad_norm,
+            step_bytes=emulated_and_kept + self.layers.trainable_bytes + activations,
+            optimizer_state_bytes=expected.optimizer_state_bytes,
+        )
+        return verify(subject, list(batches), tolerance)
+
+    def forecast(self, *, accumulate: int = 1) -> Forecast:
+        """What training takes of the devices' and the host's memory.  ``accumulate``: minibatches per update."""
+        return forecast(self.predicted, self.layers, self._optimizer, self.profile, self.machine, accumulate=accumulate)
+
     @property
     def step_count(self) -> int:
         """Steps trained, with those before ``first_step``."""
@@ -84,8 +174,18 @@ class Trainer:
 
     @property
     def last_trace(self) -> Trace | None:
-        """What was measured in the last step."""
+        """What was measured in the last step, of several minibatches in the last of them, or evaluation."""
         return self._runner.last_trace
+
+    @property
+    def last_norm(self) -> float | None:
+        """The 2-norm of all gradients of the last step, before clipping; None without ``max_grad_norm``."""
+        return self._runner.last_norm
+
+    @property
+    def host_bytes(self) -> int:
+        """Counted: parameters, optimizer state, and what gradients and the stash took at most in the last step."""
+        return self._runner.host_bytes
 
     @property
     def predicted(self) -> Trace:
@@ -104,19 +204,57 @@ class Trainer:
     ) -> None:
         self.close()
 
+    def _deferred(self, plan: Plan, max_grad_norm: float) -> Plan:
+        """The plan with updates at the end."""
+        if not max_grad_norm > 0:
+            raise HarmonyError(f"max_grad_norm must be above 0, got {max_grad_norm}; None clips nothing")
+        if plan.just_in_time_update:
+            self.notes += (
+                "gradients are clipped by their norm, which is known when all of them are: updates come at the end of "
+                "each iteration (update=end) instead of just in time",
+            )
+        return plan.with_(just_in_time_update=False)
+
+    def _require_memory(self, *, accumulate: int) -> None:
+        several = min(accumulate, 2)  # gradients are added up in the same place however many there are
+        if several not in self._forecasts:
+            expected = self.forecast(accumulate=several)
+            expected.require()
+            self._forecasts[several] = expected
+
     def _lowered(self, minibatch_size: int) -> Program:
         from harmony_lab.runtime.buffers import check_buffers
+        from harmony_lab.runtime.ordering import updating_after
 
         program = self._programs.get(minibatch_size)
         if program is None:
-            plan = self.plan
-            if minibatch_size != plan.minibatch_size:
-                plan = plan.for_minibatch(minibatch_size)
-            program = lower(plan, self.profile, self.machine)
+            program = updating_after(lower(self._plan_for(minibatch_size), self.profile, self.machine), **self._waiting)
             check(program)
             check_buffers(program, self.layers)
             self._programs[minibatch_size] = program
         return program
+
+    def _plan_for(self, minibatch_size: int) -> Plan:
+        return self.plan if minibatch_size == self.plan.minibatch_size else self.plan.for_minibatch(minibatch_size)
+
+    def _evaluation(self) -> "Evaluation":
+        """The layers of eval mode, and how minibatches run through them."""
+        from harmony_lab.planner.lower import lower_forward
+        from harmony_lab.profiler.evaluation import evaluation_layers, evaluation_plan
+        from harmony_lab.profiler.measure import profile as measure
+        from harmony_lab.runtime.runner import Evaluation
+
+        layers = evaluation_layers(self.layers)
+        plan = evaluation_plan(self.plan, self.layers, layers)
+        costs = measure(layers, self.machine, microbatch_sizes=_sizes_to_measure(plan, layers))
+
+        def program(minibatch_size: int) -> Program:
+            whole = minibatch_size == plan.minibatch_size
+            lowered = lower_forward(plan if whole else plan.for_minibatch(minibatch_size), costs, self.machine)
+            check(lowered)
+            return lowered
+
+        return Evaluation(layers, program)
 
 
 def _sizes_to_measure(plan: Plan, layers: LayerSequence) -> list[int]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from harmony_lab.errors import HarmonyError, TrainingError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
 from harmony_lab.program import Program
-from harmony_lab.run import Run, RunStatus
+from harmony_lab.run import Run, RunStatus, StepRecord
 from harmony_lab.trace import Origin, Trace
 
 PLAN = Plan.parse("dp minibatch=4 forward=4[] backward=4[0:2] devices=0")
@@ -36,9 +36,13 @@ EMPTY = Trace(
 class CountingTrainer:
     """Losses count down; ``step`` runs ``during`` first."""
 
-    def __init__(self, during: Callable[[int], None] = lambda number: None) -> None:
+    notes = ()
+
+    def __init__(self, during: Callable[[int], None] = lambda number: None, norms: bool = False) -> None:
         self.during = during
+        self.norms = norms
         self.batches: list[Any] = []
+        self.groups: list[int] = []
         self.closed = 0
 
     @property
@@ -48,6 +52,14 @@ class CountingTrainer:
     @property
     def last_trace(self) -> Trace | None:
         return EMPTY
+
+    @property
+    def last_norm(self) -> float | None:
+        return float(len(self.batches)) if self.norms else None
+
+    def accumulate(self, batches: Sequence[Any]) -> float:
+        self.groups.append(len(batches))
+        return sum(self.step(batch) for batch in batches) / len(batches)
 
     def step(self, batch: Any) -> float:
         self.during(len(self.batches))
@@ -270,7 +282,8 @@ from harmony_lab.plan import Plan
 from harmony_lab.run import Run
 
 class Endless:
-    predicted = last_trace = None
+    predicted = last_trace = last_norm = None
+    notes = ()
     def step(self, batch): return 0.0
     def close(self): print("closed")
 
@@ -337,3 +350,52 @@ def test_a_run_that_is_over_holds_neither_trainer_nor_data_nor_listeners(fails: 
     gc.collect()
     assert [reference() for reference in watched] == [None, None, None]
     assert run.predicted is EMPTY
+
+
+def test_every_step_is_told_to_the_logging_hook_with_its_loss_time_and_norm() -> None:
+    records: list[StepRecord] = []
+    run = start(CountingTrainer(norms=True), ["aaaa", "bb"], 3, on_step=records.append).wait(30)
+    assert [record.step for record in records] == [1, 2, 3]
+    assert [record.loss for record in records] == list(run.losses)
+    assert [record.seconds for record in records] == list(run.step_s)
+    assert [record.num_samples for record in records] == [4, 2, 4]
+    assert [record.grad_norm for record in records] == list(run.grad_norms) == [1.0, 2.0, 3.0]
+
+
+def test_norms_are_not_made_up_where_nothing_is_clipped() -> None:
+    records: list[StepRecord] = []
+    run = start(CountingTrainer(), ["aaaa"], 2, on_step=records.append).wait(30)
+    assert [record.grad_norm for record in records] == [None, None]
+    assert run.grad_norms == ()
+
+
+def test_a_logging_hook_that_fails_is_noted_once_and_training_goes_on() -> None:
+    def fails(record: StepRecord) -> None:
+        raise ConnectionError("no server")
+
+    run = start(CountingTrainer(), ["aaaa"], 3, on_step=fails).wait(30)
+    assert run.status is RunStatus.FINISHED
+    assert len(run.losses) == 3
+    assert run.notes == ("on_step failed with ConnectionError: no server; training went on",)
+
+
+def test_steps_of_several_minibatches_take_them_in_order() -> None:
+    trainer = CountingTrainer()
+    records: list[StepRecord] = []
+    run = start(trainer, ["aaaa", "bbbb", "cccc"], 3, accumulate=2, on_step=records.append).wait(30)
+    assert trainer.batches == ["aaaa", "bbbb", "cccc", "aaaa", "bbbb", "cccc"]
+    assert trainer.groups == [2, 2, 2]
+    assert len(run.losses) == 3
+    assert [record.num_samples for record in records] == [8, 8, 8]
+
+
+def test_minibatches_that_make_no_whole_step_are_left_out_and_noted() -> None:
+    trainer = CountingTrainer()
+    run = start(trainer, iter(["aaaa"] * 5), 9, accumulate=2).wait(30)
+    assert trainer.groups == [2, 2]
+    assert "ended after 2 of 9 steps; an iterator cannot start over, and 1 minibatches" in run.notes[0]
+
+
+def test_a_step_of_no_minibatch_is_refused() -> None:
+    with pytest.raises(HarmonyError, match="at least 1 minibatch per step, got 0"):
+        Run(CountingTrainer(), PLAN, ["aaaa"], 3, num_samples=len, accumulate=0)

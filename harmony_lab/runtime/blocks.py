@@ -1,34 +1,18 @@
 """Blocks: what the blocks of a Program hold while it runs, counted against the devices' budgets."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from harmony_lab.errors import ProgramError
-from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import HOST
-from harmony_lab.program import Block, Op, Program, TensorKind
+from harmony_lab.program import Block, Op, Program
 from harmony_lab.runtime.backend import Backend
+from harmony_lab.runtime.compute_memory import ComputeMemory
+from harmony_lab.runtime.device_memory import BlockMemory, Flat, Shapes, Values
 from harmony_lab.runtime.execution import SavedLayer
-from harmony_lab.runtime.layout import Layouts
-from harmony_lab.runtime.ledger import Account, Ledger
-from harmony_lab.runtime.memory import MemoryTracker
+from harmony_lab.runtime.ledger import Ledger
 
-__all__ = ["Blocks", "ComputeMemory", "Flat", "Saved", "Values", "computing"]
-
-Values = dict[str, Tensor]
-"""Content of an INPUT, ACTIVATION or ACTIVATION_GRADIENT block: tensors by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """Content of a WEIGHT, GRADIENT or BUFFER block: its bytes, and as what tensors they are read."""
-
-    memory: Tensor
-    views: Mapping[str, Tensor]
+__all__ = ["Blocks", "Saved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,46 +20,19 @@ class Saved:
     """Content of a SAVED block; its tensors are counted as long as they live."""
 
     layers: list[SavedLayer]
-    memory: "ComputeMemory"
-
-
-class ComputeMemory:
-    """What one compute op allocates on a device."""
-
-    def __init__(self, ledger: Ledger, op: Op) -> None:
-        self.account = Account(ledger, op)
-        self.tracker = MemoryTracker(self.account.allocated, self.account.released)
-
-    def hand_over(self, kind: TensorKind, tensors: Iterable[Tensor]) -> None:
-        """These tensors, allocated by the op, are a block's content from now on."""
-        with self.account.handing_over(kind):
-            for tensor in tensors:
-                self.tracker.forget(tensor)
-
-
-@contextmanager
-def computing(ledger: Ledger, op: Op) -> Iterator[ComputeMemory]:
-    """Counts what torch ops allocate in here as that op's workspace, except what becomes a block's content."""
-    memory = ComputeMemory(ledger, op)
-    try:
-        with memory.tracker:
-            yield memory
-    except BaseException:
-        memory.account.close()
-        raise
+    memory: ComputeMemory
 
 
 class Blocks:
     """The living blocks of one step.  Each is written once and freed once; the program's edges say when."""
 
     def __init__(
-        self, program: Program, layers: LayerSequence, layouts: Layouts, backend: Backend, ledgers: Sequence[Ledger]
+        self, program: Program, memory: BlockMemory, backend: Backend, ledgers: Sequence[Ledger], host: Ledger
     ) -> None:
         self._program = program
-        self._layers = layers
-        self._layouts = layouts
+        self._memory = memory
         self._backend = backend
-        self._ledgers = ledgers
+        self._ledgers = {HOST: host, **dict(enumerate(ledgers))}
         self._content: dict[int, Flat | Values | Saved | None] = {}
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -107,21 +64,22 @@ class Blocks:
 
     def allocate_flat(self, index: int, op: Op) -> Flat:
         """Memory, with any content, for a WEIGHT, GRADIENT or BUFFER block."""
-        block = self._program.blocks[index]
-        layout = self._layouts.of(block.kind, block.layers)
-        memory = self._allocate(block, {"": (torch.Size([layout.num_bytes]), torch.uint8)}, op)[""]
-        flat = Flat(memory, layout.views(memory))
-        if block.kind is TensorKind.WEIGHT:
-            for name, view in flat.views.items():
-                view.requires_grad_(self._layers.state[name].trainable)
-        self._put(index, flat, memory.nbytes)
+        flat = self._memory.flat(index)
+        self._charge(index, flat.memory.nbytes, op)
+        self._put(index, flat, flat.memory.nbytes)
         return flat
 
-    def allocate_values(self, index: int, op: Op, like: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Values:
+    def allocate_values(self, index: int, op: Op, like: Shapes) -> Values:
         """Memory, with any content, for tensors of these shapes and dtypes."""
-        values = self._allocate(self._program.blocks[index], like, op)
-        self._put(index, values, sum(tensor.nbytes for tensor in values.values()))
+        values = self._memory.values(index, like)
+        num_bytes = sum(tensor.nbytes for tensor in values.values())
+        self._charge(index, num_bytes, op)
+        self._put(index, values, num_bytes)
         return values
+
+    def _charge(self, index: int, num_bytes: int, purpose: Op) -> None:
+        block = self._program.blocks[index]
+        self._ledgers[block.device].allocated(block.kind, num_bytes, purpose)
 
     def adopt_values(self, index: int, values: Values, memory: ComputeMemory) -> None:
         """What a compute op has made is that block's content."""
@@ -130,27 +88,12 @@ class Blocks:
 
     def adopt_saved(self, index: int, layers: list[SavedLayer], memory: ComputeMemory) -> None:
         """What is still alive of a compute op's memory is what its layers keep for backward."""
-        memory.account.become(TensorKind.SAVED)
+        memory.keep()
         self._content[index] = Saved(layers, memory)
 
     def reserve(self, index: int) -> None:
         """A WORKSPACE block has no content: its room is for what is counted op by op."""
         self._content[index] = None
-
-    def _allocate(
-        self, block: Block, like: Mapping[str, tuple[torch.Size, torch.dtype]], purpose: Op
-    ) -> dict[str, Tensor]:
-        if block.device == HOST:
-            pin = self._backend.pins_host_memory
-            return {name: torch.empty(shape, dtype=dtype, pin_memory=pin) for name, (shape, dtype) in like.items()}
-        num_bytes = sum(shape.numel() * dtype.itemsize for shape, dtype in like.values())
-        ledger, device = self._ledgers[block.device], self._backend.torch_device(block.device)
-        ledger.allocated(block.kind, num_bytes, purpose)
-        try:
-            return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in like.items()}
-        except BaseException:
-            ledger.released(block.kind, num_bytes)
-            raise
 
     def _put(self, index: int, content: Flat | Values, num_bytes: int) -> None:
         self._content[index] = content
@@ -181,8 +124,7 @@ class Blocks:
         elif content is not None:
             tensors = [content.memory] if isinstance(content, Flat) else list(content.values())
             self._backend.released(tensors)
-            if block.device != HOST:
-                self._ledgers[block.device].released(block.kind, sum(tensor.nbytes for tensor in tensors))
+            self._ledgers[block.device].released(block.kind, sum(tensor.nbytes for tensor in tensors))
 
 
 def _misused(violation: str) -> ProgramError:

@@ -1,4 +1,4 @@
-"""Emulated devices: host memory behind links of a given bandwidth, freed memory poisoned."""
+"""Emulated devices: host memory behind links of a given bandwidth."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,12 +20,15 @@ class EmulatedBackend:
 
     Transfers really copy and take at least the time that the machine's links, fairly shared, give them.  Each device
     computes with its ``compute_threads``.
+
+    ``poisons``: freed memory is filled with NaN, which takes as long as writing it once more.
     """
 
     pins_host_memory = False
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, *, poisons: bool = False) -> None:
         self._machine = machine
+        self._poisons = poisons
         self._links = EmulatedLinks(machine)
 
     def begin(self) -> None:
@@ -65,10 +68,12 @@ class EmulatedBackend:
             return sum_shards(device, shards, lambda source, destination, tensor: tensor)
 
     def released(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            poison(tensor)
+        if self._poisons:
+            for tensor in tensors:
+                poison(tensor)
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill a tensor's storage so that who reads it late sees NaN in floats of any width, -1 in integers."""
-    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0xFF)
+    """Fill a contiguous tensor so that who reads it late sees NaN in floats of any width, -1 in integers."""
+    with torch.no_grad():
+        tensor.detach().reshape(-1).view(torch.uint8).fill_(0xFF)

@@ -1,10 +1,14 @@
 """Executor: runs Programs on a backend, and reports what really happened as a Trace."""
 
-from harmony_lab.errors import TrainingError
-from harmony_lab.machine import Machine
-from harmony_lab.program import Program
+import numpy as np
+
+from harmony_lab.errors import ProgramError, TrainingError
+from harmony_lab.machine import HOST, Machine
+from harmony_lab.program import OP_CODES, TENSOR_CODES, OpKind, Program, TensorKind
+from harmony_lab.runtime.backend import Backend
 from harmony_lab.runtime.failures import Failure
 from harmony_lab.runtime.step import Minibatch, Step, Training
+from harmony_lab.runtime.updates import Updates
 from harmony_lab.runtime.workers import Job, Workers
 from harmony_lab.trace import Origin, Trace
 
@@ -18,27 +22,31 @@ class Executor:
     shows.
     """
 
-    def __init__(self, training: Training, machine: Machine, *, chaos_seed: int | None = None) -> None:
-        self._training = training
+    def __init__(self, backend: Backend, machine: Machine, *, chaos_seed: int | None = None) -> None:
+        self._backend = backend
         self._machine = machine
         self._chaos_seed = chaos_seed
-        self._workers = Workers(training.backend.enter_worker)
+        self._workers = Workers(backend.enter_worker)
 
-    def run(self, program: Program, minibatch: Minibatch) -> tuple[float, Trace]:
-        """One iteration; returns the minibatch's loss and the measured Trace.
+    def run(
+        self, program: Program, training: Training, minibatch: Minibatch, updates: Updates | None
+    ) -> tuple[float, Trace]:
+        """One iteration; returns the minibatch's loss and the measured Trace.  ``updates``: see ``Step``.
 
-        Raises ``TrainingError`` with the op that failed and the state of the weights; the devices are empty then, and
-        the next call works.  ``KeyboardInterrupt`` ends the iteration the same way.
+        Raises ``ProgramError`` for a program that only the simulator knows, ``TrainingError`` with the op that failed
+        and the state of the weights; the devices are empty then, and the next call works.  ``KeyboardInterrupt`` ends
+        the iteration the same way.
         """
-        backend, ledgers = self._training.backend, self._training.ledgers
-        self._training.store.check_in_place()
-        self._training.optimizer.begin()
+        _require_runnable(program)
+        backend, ledgers = self._backend, training.ledgers
         self._workers.prepare(program)
-        step = Step(program, self._training, minibatch)
+        memory = training.memory.of(program)
+        memory.prepare()
+        step = Step(program, memory, training, minibatch, updates)
         backend.begin()
         chaos = None if self._chaos_seed is None else f"{self._chaos_seed}/{minibatch.seed}"
         job = Job(program, step.perform, step.conclude, backend.abort, chaos)
-        for ledger in ledgers:
+        for ledger in (*ledgers, training.host):
             ledger.begin(job.origin_s)
         try:
             self._workers.run(job)
@@ -62,6 +70,24 @@ class Executor:
     def close(self) -> None:
         """Join all threads."""
         self._workers.close()
+
+
+def _require_runnable(program: Program) -> None:
+    ops, blocks = program.op_columns, program.block_columns
+    swapped = np.isin(ops.kind, (OP_CODES[OpKind.SWAP_IN], OP_CODES[OpKind.SWAP_OUT]))
+    saved = blocks.kind == TENSOR_CODES[TensorKind.SAVED]
+    moved = np.zeros(len(saved), dtype=np.bool_)
+    moved[ops.reads[np.repeat(swapped, np.diff(ops.reads_end, prepend=0))]] = True
+    lacking = {
+        "blocks that stay on a device from one iteration to the next": bool(program.resident),
+        "the optimizer on a device": bool(((ops.kind == OP_CODES[OpKind.UPDATE]) & (ops.device != HOST)).any()),
+        "what forward saves for backward moved to the host": bool((saved & moved).any()),
+    }
+    if any(lacking.values()):
+        raise ProgramError(
+            "this program can be simulated, not run; train with a plan's program (planner.lower)",
+            [f"the runtime does not know {what}" for what, asked in lacking.items() if asked],
+        )
 
 
 def _error(failure: Failure, step: Step) -> TrainingError:

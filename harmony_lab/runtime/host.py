@@ -1,6 +1,7 @@
 """HostStore: the user's own parameters, gathered into one arena so that a pack is one transfer."""
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,10 +12,11 @@ from torch import Tensor
 from harmony_lab.errors import HarmonyError, TrainingError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.program import TensorKind
+from harmony_lab.runtime.arena import Arena
 from harmony_lab.runtime.layout import Layout, Layouts
 from harmony_lab.units import format_bytes
 
-__all__ = ["HostStore"]
+__all__ = ["HostStore", "PackReader"]
 
 _log = logging.getLogger("harmony_lab")
 _SHOWN_NAMES = 8
@@ -29,37 +31,39 @@ class _Run(NamedTuple):
 
 
 class HostStore:
-    """The master copies: while a store is open, the model's parameters are views of its arena, in layer order.
+    """The master copies: while a store is open, the model's parameters lie in its arena one after the other, in layer
+    order.
 
-    So ``model.state_dict()`` is always current.  Gathering takes the memory of one more parameter at a time.  Buffers
-    stay where they are.  ``close`` gives the parameters storage of their own again.
+    So ``model.state_dict()`` is always current.  Each parameter has a storage of its own over its part of the arena, so
+    what is saved of a model, whole or in part, is no larger than in plain PyTorch.  Buffers stay where they are.
+    ``close`` gives the parameters memory of their own again.  Both ways take the memory of one more parameter at a
+    time, where the system takes parts of the arena back (Linux).
     """
 
     def __init__(self, layers: LayerSequence, layouts: Layouts, *, pin: bool = False) -> None:
         self._layers = layers
-        self._layouts = layouts
         self._pinned = False
-        self._runs: dict[tuple[int, int], list[_Run]] = {}
-        self._whole = layouts.of(TensorKind.WEIGHT, (0, len(layers)))
+        self.whole = layouts.of(TensorKind.WEIGHT, (0, len(layers)))
         _refuse_off_host(layers)
-        _refuse_overlaps((piece.name, layers.tensors[piece.name]) for piece in self._whole.pieces)
+        _refuse_overlaps((piece.name, layers.tensors[piece.name]) for piece in self.whole.pieces)
         _refuse_changed_training(layers)
-        self._arena = torch.empty(self._whole.num_bytes, dtype=torch.uint8)
+        self.arena = Arena(self.whole.num_bytes)
         with torch.no_grad():
-            for name, view in self._whole.views(self._arena).items():
-                parameter = layers.tensors[name]
-                view.copy_(parameter)
-                parameter.data = view
-        if pin and self._whole.num_bytes:
+            for piece in self.whole.pieces:
+                parameter = layers.tensors[piece.name]
+                place = self.arena.tensor(piece.offset, piece.shape, piece.dtype)
+                place.copy_(parameter)
+                parameter.data = place
+        if pin and self.whole.num_bytes:
             self._pin()
 
     def _pin(self) -> None:
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._pinned = int(cudart.cudaHostRegister(self._arena.data_ptr(), self._arena.nbytes, 0)) == 0
+        cudart, memory = torch.cuda.cudart(), self.arena.memory  # type: ignore[no-untyped-call]
+        self._pinned = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
         if not self._pinned:
             _log.warning(
                 "the system does not let %s of parameters be page-locked: copies to devices are staged and slower",
-                format_bytes(self._arena.nbytes),
+                format_bytes(memory.nbytes),
             )
 
     def check_in_place(self) -> None:
@@ -67,20 +71,49 @@ class HostStore:
         another ``requires_grad`` since the model was decomposed.
         """
         _refuse_changed_training(self._layers)
-        start = self._arena.data_ptr()
-        for piece in self._whole.pieces:
-            if self._layers.tensors[piece.name].data_ptr() != start + piece.offset and piece.num_bytes:
+        for piece in self.whole.pieces:
+            if not self.arena.holds(self._layers.tensors[piece.name], piece.offset):
                 raise TrainingError(
                     f"parameter {piece.name!r} has been moved to other memory since training was set up (model.to(), "
                     "another Trainer or Lab on the same model, an assignment to .data): close this one, make a new one"
                 )
 
+    def reader(self, layers: LayerSequence, layouts: Layouts) -> "PackReader":
+        """Packs of that sequence of layers, over the same model."""
+        return PackReader(self, layers, layouts)
+
+    def close(self) -> None:
+        """Give each parameter that still lies in the arena memory of its own; may be called again."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.arena.memory.data_ptr())  # type: ignore[no-untyped-call]
+            self._pinned = False
+        for piece in self.whole.pieces:
+            parameter = self._layers.tensors[piece.name]
+            if self.arena.holds(parameter, piece.offset):
+                before = weakref.ref(parameter.untyped_storage())
+                parameter.data = parameter.detach().clone()
+                if before() is None:  # else somebody still reads it, such as a state_dict taken while training
+                    self.arena.give_back(piece.offset, piece.num_bytes)
+        self.whole = Layout(pieces=())
+        self.arena = Arena(0)
+
+
+class PackReader:
+    """What packs of a sequence of layers read from the host: parameters from the store, buffers from the model."""
+
+    def __init__(self, store: HostStore, layers: LayerSequence, layouts: Layouts) -> None:
+        self._store = store
+        self._layers = layers
+        self._layouts = layouts
+        self._runs: dict[tuple[int, int], list[_Run]] = {}
+
     def parts_of(self, pack: tuple[int, int]) -> list[tuple[Tensor, int]]:
         """The parameters of layers [start, stop): flat parts of the arena, each with its offset in the pack's block."""
         runs = self._runs.get(pack)
         if runs is None:
-            runs = self._runs[pack] = _runs(self._whole, self._layouts.of(TensorKind.WEIGHT, pack))
-        return [(self._arena[run.arena_offset : run.arena_offset + run.num_bytes], run.block_offset) for run in runs]
+            runs = self._runs[pack] = _runs(self._store.whole, self._layouts.of(TensorKind.WEIGHT, pack))
+        memory = self._store.arena.memory
+        return [(memory[run.arena_offset : run.arena_offset + run.num_bytes], run.block_offset) for run in runs]
 
     def buffers_of(self, pack: tuple[int, int]) -> Tensor:
         """A flat copy of the present buffers of layers [start, stop)."""
@@ -89,20 +122,6 @@ class HostStore:
         for name, view in layout.views(flat).items():
             view.copy_(self._layers.tensors[name])
         return flat
-
-    def close(self) -> None:
-        """Give each parameter that is still a view of the arena its own storage; may be called again."""
-        arena = self._arena
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(arena.data_ptr())  # type: ignore[no-untyped-call]
-            self._pinned = False
-        for piece in self._whole.pieces:
-            parameter = self._layers.tensors[piece.name]
-            if parameter.untyped_storage().data_ptr() == arena.data_ptr():
-                parameter.data = parameter.detach().clone()
-        self._whole = Layout(pieces=())
-        self._arena = torch.empty(0, dtype=torch.uint8)
-        self._runs.clear()
 
 
 def _runs(whole: Layout, pack: Layout) -> list[_Run]:

@@ -94,6 +94,11 @@ class Account:
         self._alive_bytes = 0
         self._closed = False
 
+    @property
+    def alive_bytes(self) -> int:
+        """Of the op's own: what was handed over is not."""
+        return self._alive_bytes
+
     def allocated(self, num_bytes: int) -> None:
         """Raises ``DeviceMemoryError``, counting nothing."""
         self._ledger.allocated(self._kind, num_bytes, self._purpose)

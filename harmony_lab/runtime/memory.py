@@ -42,6 +42,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         self._allocated = allocated
         self._released = released
         self._counted: dict[int, _CountedStorage] = {}
+        self.depends_on_data = False
+        """Whether an op has run whose result has a size that depends on what its inputs hold."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -57,6 +59,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
     ) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
         if not _returns_only_aliases(func):
+            if _may_be_sized_by_data(func) and not _indexes_by_number(func, args):
+                self.depends_on_data = True
             if isinstance(result, Tensor):
                 self._count(result, args, kwargs)
             else:
@@ -100,6 +104,19 @@ def _returns_only_aliases(func: Any) -> bool:
     """Whether an op can only return its own inputs or views of them (views, in-place ops, ``out=``)."""
     schema = getattr(func, "_schema", None)
     return schema is not None and all(returned.alias_info is not None for returned in schema.returns)
+
+
+@cache
+def _may_be_sized_by_data(func: Any) -> bool:
+    tags = getattr(func, "tags", ())
+    return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+
+
+def _indexes_by_number(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether that op is ``tensor[indices]`` without a mask: its result then has a size that its inputs' sizes give."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return not any(isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) for item in args[1])
 
 
 def _hold(arguments: Iterable[Any], address: int) -> bool:

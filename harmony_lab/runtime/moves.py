@@ -9,8 +9,9 @@ from harmony_lab.layers import LayerSequence, TensorSpec
 from harmony_lab.machine import HOST
 from harmony_lab.program import Op, Program, TensorKind, shard_bounds
 from harmony_lab.runtime.backend import Copy
-from harmony_lab.runtime.blocks import Blocks, Values
-from harmony_lab.runtime.host import HostStore
+from harmony_lab.runtime.blocks import Blocks
+from harmony_lab.runtime.device_memory import Values
+from harmony_lab.runtime.host import PackReader
 from harmony_lab.runtime.layout import Layouts
 from harmony_lab.runtime.reduction import Shard
 
@@ -30,7 +31,7 @@ def batch_slice(
 
 
 def swap_in(
-    op: Op, program: Program, layers: LayerSequence, blocks: Blocks, store: HostStore, batch: Mapping[str, Tensor]
+    op: Op, program: Program, layers: LayerSequence, blocks: Blocks, store: PackReader, batch: Mapping[str, Tensor]
 ) -> list[Copy]:
     """Allocates what the op writes."""
     copies = []

@@ -46,6 +46,12 @@ class PackOptimizer:
         self._optimizer = optimizer
         self._layers = layers
 
+    @property
+    def state_bytes(self) -> int:
+        """Of the optimizer's state for the model's parameters, by now."""
+        states = (self._optimizer.state.get(self._layers.tensors[name], {}) for name in self._layers.state)
+        return sum(getattr(value, "nbytes", 0) for state in states for value in state.values())
+
     def begin(self) -> None:
         """Before a step: forget gradients that are left over, as ``optimizer.zero_grad()`` does."""
         _refuse_hooks(self._optimizer)

@@ -1,9 +1,11 @@
 """Runner: trains a LayerSequence step by step, with one Program per minibatch size."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Lock
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,19 +16,30 @@ from harmony_lab.machine import Machine
 from harmony_lab.program import Program
 from harmony_lab.runtime.backend import Backend
 from harmony_lab.runtime.buffers import check_buffers
+from harmony_lab.runtime.compute_memory import Usages
+from harmony_lab.runtime.device_memory import BlockMemories, DeviceMemory
 from harmony_lab.runtime.emulated import EmulatedBackend
 from harmony_lab.runtime.executor import Executor
 from harmony_lab.runtime.host import HostStore
 from harmony_lab.runtime.layout import Layouts
 from harmony_lab.runtime.ledger import Ledger
+from harmony_lab.runtime.losses import combined_totals, weight_of
 from harmony_lab.runtime.optimizer import PackOptimizer
 from harmony_lab.runtime.step import Minibatch, Training
+from harmony_lab.runtime.updates import GradientObserver, Updates
 from harmony_lab.trace import Trace
 
-__all__ = ["Runner", "step_seed"]
+__all__ = ["Evaluation", "Runner", "step_seed"]
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
+
+
+class Evaluation(NamedTuple):
+    """How a model is evaluated: its layers in eval mode, and forward-only programs for them by minibatch size."""
+
+    layers: LayerSequence
+    lower: Callable[[int], Program]
 
 
 class Runner:
@@ -34,7 +47,9 @@ class Runner:
 
     ``lower(minibatch_size)`` gives the program for a minibatch of that size; it is asked once per size.  ``seed`` and
     the number of the step decide random masks (``step_seed``); ``first_step``: that of the first, for training that
-    goes on.  ``chaos_seed``: see ``Executor``.  May be used from any thread, one step at a time, and after an error.
+    goes on.  ``chaos_seed``: see ``Executor``.  ``max_grad_norm``, ``observe``: see ``Updates``.  ``stop_on_nan``: see
+    ``Losses``; before any update if programs have the edges that ``ordering.updating_after`` adds.  ``evaluation`` is
+    asked once, when a batch is first evaluated.  May be used from any thread, one step at a time, and after an error.
     """
 
     def __init__(
@@ -47,17 +62,28 @@ class Runner:
         seed: int = 0,
         first_step: int = 0,
         chaos_seed: int | None = None,
+        max_grad_norm: float | None = None,
+        stop_on_nan: bool = False,
+        evaluation: Callable[[], Evaluation] | None = None,
+        observe: GradientObserver | None = None,
     ) -> None:
         self.step_count = first_step
         self.last_trace: Trace | None = None
+        self.last_norm: float | None = None
+        self._block_bytes = 0  # on the host, in the last step: gradients, those added up, the stash
         self._layers = layers
-        self._lower = lower
+        self._programs = _Programs(layers, lower)
         self._seed = seed
-        self._programs: dict[int, Program] = {}
+        self._max_grad_norm = max_grad_norm
+        self._stop_on_nan = stop_on_nan
+        self._observe = observe
+        self._evaluation = evaluation
+        self._evaluating: tuple[Training, _Programs] | None = None
         self._one_at_a_time = Lock()
         self._closed = False
-        pack_optimizer = PackOptimizer(optimizer, layers)
-        backend = _backend(machine)
+        self._optimizer = PackOptimizer(optimizer, layers)
+        self._chaos = chaos_seed is not None
+        backend = _backend(machine, poisons=self._chaos)
         layouts = Layouts(layers)
         self._store = HostStore(layers, layouts, pin=backend.pins_host_memory)
         self._training = Training(
@@ -65,31 +91,88 @@ class Runner:
             layouts=layouts,
             backend=backend,
             ledgers=[Ledger(device.name, device.memory_bytes) for device in machine.devices],
-            store=self._store,
-            optimizer=pack_optimizer,
+            host=Ledger("host", sys.maxsize),  # only counted: what there is was asked for before
+            state=self._store.reader(layers, layouts),
+            usages=Usages(always=self._chaos),
+            memory=BlockMemories(layers, layouts, DeviceMemory(backend)),
         )
-        self._executor = Executor(self._training, machine, chaos_seed=chaos_seed)
+        self._executor = Executor(backend, machine, chaos_seed=chaos_seed)
 
     def step(self, batch: Any) -> float:
-        """Train on one minibatch; returns its loss.  ``last_trace`` is what happened.
+        """Train on one minibatch; returns its loss.  See ``accumulate``."""
+        return self.accumulate([batch])
 
-        Raises ``TrainingError``, see ``Executor.run``.
+    def accumulate(self, batches: Sequence[Any]) -> float:
+        """One update from these minibatches, as if they were one; returns its loss.
+
+        ``last_trace`` is what happened in the last of them, ``last_norm`` that of the gradients where it is limited.
+        Raises ``TrainingError``, see ``Executor.run``: buffers are then as they were before the step.
         """
         with self._one_at_a_time:
-            if self._closed:
-                raise TrainingError("this Trainer is closed: make a new one to train on")
-            tensors, sizes = self._layers.flatten_batch(batch)
-            self._refuse_other_sizes(sizes)
-            program = self._program(sizes["batch"])
-            minibatch = Minibatch(tensors=tensors, sizes=sizes, seed=step_seed(self._seed, self.step_count))
-            loss, self.last_trace = self._executor.run(program, minibatch)
+            minibatches = self._minibatches(batches)
+            updates = Updates(self._layers, self._optimizer, max_grad_norm=self._max_grad_norm, observe=self._observe)
+            self._optimizer.begin()
+            before = {name: self._layers.tensors[name].clone() for name in _updated(self._layers) if len(batches) > 1}
+            try:
+                loss = self._train(minibatches, updates)
+            except BaseException:
+                with torch.no_grad():
+                    for name, value in before.items():
+                        self._layers.tensors[name].copy_(value)
+                raise
+            self.last_norm = updates.norm
             self.step_count += 1
             return loss
+
+    def _train(self, minibatches: Sequence[Minibatch], updates: Updates) -> float:
+        losses = []
+        self._block_bytes = 0
+        for number, minibatch in enumerate(minibatches):
+            updates.last = number + 1 == len(minibatches)
+            waiting_bytes = updates.sum_bytes
+            program = self._programs.of(minibatch.sizes["batch"])
+            loss, self.last_trace = self._executor.run(program, self._training, minibatch, updates)
+            peak_bytes = self._training.host.timeline().peak_bytes + max(waiting_bytes, updates.sum_bytes)
+            self._block_bytes = max(self._block_bytes, peak_bytes)
+            losses.append(loss)
+        return sum(losses)
+
+    def evaluate(self, batch: Any) -> float:
+        """The loss of the model in eval mode; nothing is changed, ``last_trace`` is what happened."""
+        with self._one_at_a_time:
+            self._must_be_open()
+            if self._evaluating is None:
+                assert self._evaluation is not None, "this Runner was made without an evaluation"
+                self._evaluating = self._prepared(*self._evaluation())
+            training, programs = self._evaluating
+            tensors, sizes = _flattened(training.layers, batch)
+            minibatch = Minibatch(tensors=tensors, sizes=sizes, seed=step_seed(self._seed, self.step_count))
+            loss, self.last_trace = self._executor.run(programs.of(sizes["batch"]), training, minibatch, None)
+            return loss
+
+    def _prepared(self, layers: LayerSequence, lower: Callable[[int], Program]) -> "tuple[Training, _Programs]":
+        layouts = Layouts(layers)
+        state = self._store.reader(layers, layouts)
+        training = self._training
+        prepared = replace(
+            training,
+            layers=layers,
+            layouts=layouts,
+            state=state,
+            usages=Usages(always=self._chaos),
+            memory=training.memory.over(layers, layouts),
+        )
+        return prepared, _Programs(layers, lower)
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
         """Bytes alive on each device now; zero between steps."""
         return tuple(ledger.alive_bytes for ledger in self._training.ledgers)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of parameters and optimizer state on the host, and the most that blocks took in the last step."""
+        return self._store.arena.num_bytes + self._optimizer.state_bytes + self._block_bytes
 
     def close(self) -> None:
         """Join the threads and give the parameters storage of their own again; may be called again."""
@@ -107,32 +190,76 @@ class Runner:
     ) -> None:
         self.close()
 
-    def _program(self, minibatch_size: int) -> Program:
-        program = self._programs.get(minibatch_size)
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise TrainingError("this Trainer is closed: make a new one to train on")
+        self._store.check_in_place()
+
+    def _minibatches(self, batches: Sequence[Any]) -> list[Minibatch]:
+        self._must_be_open()
+        flat = [_flattened(self._layers, batch) for batch in batches]
+        several = len(flat) > 1
+        totals = combined_totals([tensors for tensors, _ in flat]) if several else {}
+        total_weight = sum(weight_of(self._layers, tensors) for tensors, _ in flat) if several else None
+        minibatches: list[Minibatch] = []
+        first_sample = 0
+        for tensors, sizes in flat:
+            minibatches.append(
+                Minibatch(
+                    tensors={**tensors, **totals},
+                    sizes=sizes,
+                    seed=step_seed(self._seed, self.step_count),
+                    first_sample=first_sample,
+                    total_weight=total_weight,
+                    stop_on_nan=self._stop_on_nan,
+                )
+            )
+            first_sample += sizes["batch"]
+        return minibatches
+
+
+class _Programs:
+    """A schedule's programs by minibatch size, each made once."""
+
+    def __init__(self, layers: LayerSequence, lower: Callable[[int], Program]) -> None:
+        self._layers = layers
+        self._lower = lower
+        self._made: dict[int, Program] = {}
+
+    def of(self, minibatch_size: int) -> Program:
+        program = self._made.get(minibatch_size)
         if program is None:
             program = self._lower(minibatch_size)
             check_buffers(program, self._layers)
-            self._programs[minibatch_size] = program
+            self._made[minibatch_size] = program
         return program
 
-    def _refuse_other_sizes(self, sizes: dict[str, int]) -> None:
-        planned = self._layers.example_sizes
-        others = [
-            f"{name} = {size} (planned: {planned[name]})"
-            for name, size in sizes.items()
-            if name != "batch" and size != planned[name]
-        ]
-        if others:
-            raise HarmonyError(
-                f"this batch has other sizes than the one that was profiled and planned with: {', '.join(others)}. Pad "
-                "batches to the planned size, or decompose and profile again with a batch of this size"
-            )
+
+def _updated(layers: LayerSequence) -> tuple[str, ...]:
+    return layers.updated_buffers_of(0, len(layers))
 
 
-def _backend(machine: Machine) -> Backend:
+def _flattened(layers: LayerSequence, batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """A batch's tensors and sizes.  Raises ``HarmonyError`` for sizes that were not planned with."""
+    tensors, sizes = layers.flatten_batch(batch)
+    planned = layers.example_sizes
+    others = [
+        f"{name} = {size} (planned: {planned[name]})"
+        for name, size in sizes.items()
+        if name != "batch" and size != planned[name]
+    ]
+    if others:
+        raise HarmonyError(
+            f"this batch has other sizes than the one that was profiled and planned with: {', '.join(others)}. Pad "
+            "batches to the planned size, or decompose and profile again with a batch of this size"
+        )
+    return tensors, sizes
+
+
+def _backend(machine: Machine, *, poisons: bool) -> Backend:
     kinds = {device.backend for device in machine.devices}
     if kinds == {DeviceKind.EMULATED}:
-        return EmulatedBackend(machine)
+        return EmulatedBackend(machine, poisons=poisons)
     if kinds == {DeviceKind.CUDA}:
         from harmony_lab.runtime.accelerator import AcceleratorBackend
 

@@ -12,57 +12,81 @@ from harmony_lab.layers import LayerCall, LayerSequence
 from harmony_lab.program import Op, OpKind, Program, TensorKind
 from harmony_lab.runtime import moves
 from harmony_lab.runtime.backend import Backend, Copy
-from harmony_lab.runtime.blocks import Blocks, ComputeMemory, Values, computing
+from harmony_lab.runtime.blocks import Blocks
 from harmony_lab.runtime.buffers import BufferUpdates
+from harmony_lab.runtime.compute_memory import ComputeMemory, Usage, Usages
+from harmony_lab.runtime.device_memory import BlockMemories, BlockMemory, Values
 from harmony_lab.runtime.execution import clone_updated_buffers, run_backward, run_forward, run_with_gradient
-from harmony_lab.runtime.host import HostStore
+from harmony_lab.runtime.host import PackReader
 from harmony_lab.runtime.layout import Layouts
 from harmony_lab.runtime.ledger import Ledger
 from harmony_lab.runtime.losses import Losses
-from harmony_lab.runtime.optimizer import PackOptimizer
-from harmony_lab.runtime.progress import UpdateProgress
+from harmony_lab.runtime.updates import Updates
 
 __all__ = ["Minibatch", "Step", "Training"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What stays from step to step."""
+    """What stays from step to step.  ``host`` counts what blocks take of the host's memory; ``usages`` is what compute
+    ops were seen to take of the devices'."""
 
     layers: LayerSequence
     layouts: Layouts
     backend: Backend
     ledgers: Sequence[Ledger]
-    store: HostStore
-    optimizer: PackOptimizer
+    host: Ledger
+    state: PackReader
+    usages: Usages
+    memory: BlockMemories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minibatch:
-    """What one step works on.  ``sizes``: of the dynamic dimensions by symbol.  ``seed``: of its random masks."""
+    """What one run of a program works on.  ``sizes``: of the dynamic dimensions by symbol.
+
+    ``seed``: of the step's random masks.  ``first_sample`` and ``total_weight``: where several minibatches make one
+    step, the samples of those before and the weight of all (see ``Losses``).
+    """
 
     tensors: Mapping[str, Tensor]
     sizes: Mapping[str, int]
     seed: int
+    first_sample: int = 0
+    total_weight: float | None = None
+    stop_on_nan: bool = False
 
 
 class Step:
-    """Runs the ops of a program on one minibatch."""
+    """Runs the ops of a program on one minibatch.  Without ``updates`` the program has none."""
 
-    def __init__(self, program: Program, training: Training, minibatch: Minibatch) -> None:
+    def __init__(
+        self,
+        program: Program,
+        memory: BlockMemory,
+        training: Training,
+        minibatch: Minibatch,
+        updates: Updates | None = None,
+    ) -> None:
         self._program = program
         self._minibatch = minibatch
         self._layers = training.layers
         self._layouts = training.layouts
         self._backend = training.backend
         self._ledgers = training.ledgers
-        self._store = training.store
-        self._optimizer = training.optimizer
-        self._blocks = Blocks(program, training.layers, training.layouts, training.backend, training.ledgers)
+        self._state_on_host = training.state
+        self._updates = updates
+        self._usages = training.usages
+        self._blocks = Blocks(program, memory, training.backend, training.ledgers, training.host)
         self._buffers = BufferUpdates(program, training.layers)
-        self._losses = Losses(program, training.layers, minibatch.tensors)
+        self._losses = Losses(
+            program,
+            training.layers,
+            minibatch.tensors,
+            total_weight=minibatch.total_weight,
+            stop_on_nan=minibatch.stop_on_nan,
+        )
         self._moved: dict[int, list[tuple[int, int, TensorKind, int]]] = {}
-        self._progress = UpdateProgress()
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
@@ -77,12 +101,13 @@ class Step:
                 case OpKind.BACKWARD:
                     self._backward(op)
                 case OpKind.UPDATE:
-                    self._update(op)
+                    assert self._updates is not None, f"{op}: nothing to update with"
+                    self._updates.perform(op, self._program, self._blocks)
                 case OpKind.ALL_REDUCE:
                     self._reduce(index, op)
                 case OpKind.SWAP_IN:
                     batch = self._minibatch.tensors
-                    copies = moves.swap_in(op, self._program, self._layers, self._blocks, self._store, batch)
+                    copies = moves.swap_in(op, self._program, self._layers, self._blocks, self._state_on_host, batch)
                     self._transfer(index, copies)
                 case OpKind.SWAP_OUT:
                     self._swap_out(index, op)
@@ -101,9 +126,11 @@ class Step:
 
     def describe_changes(self) -> str:
         """What this step has changed of the model by now."""
-        unwritten = self._progress.any and not self._buffers.written
+        if self._updates is None:
+            return "Nothing of the model was changed."
+        unwritten = self._updates.progress.any and not self._buffers.written
         kept = " Buffers, such as running statistics, are as they were before this step." if unwritten else ""
-        return f"{self._progress}{kept}"
+        return f"{self._updates.progress}{kept}"
 
     @property
     def loss(self) -> float:
@@ -128,7 +155,7 @@ class Step:
         values, batch = self._values(op, TensorKind.ACTIVATION), self._values(op, TensorKind.INPUT)
         arguments = (self._layers, *op.layers, state, buffers, values, batch, self._call(op), tuple(outputs))
         self._reserve(op)
-        with computing(self._ledgers[op.device], op) as memory:
+        with self._computing(op, tuple(outputs), saves=saved_block is not None).counting() as memory:
             if saved_block is None:
                 kept = run_forward(*arguments)
             else:
@@ -137,6 +164,7 @@ class Step:
             self._blocks.adopt_values(block, kept[boundary], memory)
         if saved_block is None:
             memory.account.close()
+            self._usages.put(memory.key, Usage(peak_bytes=memory.peak_bytes), memory)
         else:
             self._blocks.adopt_saved(saved_block, saved, memory)
 
@@ -145,11 +173,16 @@ class Step:
         state, buffers = self._state(op, TensorKind.WEIGHT), self._state(op, TensorKind.BUFFER)
         values, batch = self._values(op, TensorKind.ACTIVATION), self._values(op, TensorKind.INPUT)
         self._reserve(op)
-        with computing(self._ledgers[op.device], op) as memory:
+        with self._computing(op, (), saves=True).counting() as memory:
             scratch = clone_updated_buffers(self._layers, *op.layers, buffers)
             _, saved = run_with_gradient(self._layers, *op.layers, state, scratch, values, batch, self._call(op), ())
             del scratch
         self._blocks.adopt_saved(saved_block, saved, memory)
+
+    def _computing(self, op: Op, outputs: tuple[int, ...], *, saves: bool) -> ComputeMemory:
+        key = (op.kind, op.layers, op.samples[1] - op.samples[0], outputs, saves)
+        usage = self._usages.get(key)
+        return ComputeMemory(self._ledgers[op.device], op, key, usage, usage.peak_bytes if usage else 0)
 
     def _backward(self, op: Op) -> None:
         start, stop = op.layers
@@ -159,16 +192,27 @@ class Step:
         output_gradients = self._values(op, TensorKind.ACTIVATION_GRADIENT)
         seed = self._losses.seed_gradient(op.samples) if stop == len(self._layers) else None
         self._reserve(op)
+        saved = self._blocks.saved(saved_block)
+        saved_bytes = saved.memory.account.alive_bytes
         try:
             for name, gradient in gradients.items():
                 state[name].grad = gradient
-            with computing(self._ledgers[op.device], op) as memory:
-                saved = self._blocks.saved(saved_block).layers
-                result = run_backward(self._layers, start, stop, saved, output_gradients, seed_gradient=seed)
+            with self._computing_backward(op, saved.memory).counting() as memory:
+                result = run_backward(self._layers, start, stop, saved.layers, output_gradients, seed_gradient=seed)
         finally:
             for name in gradients:
                 state[name].grad = None
         self._finish_backward(op, result, memory)
+        seen = Usage(
+            peak_bytes=saved.memory.peak_bytes, saved_bytes=saved_bytes, backward_bytes=max(0, memory.peak_bytes)
+        )
+        self._usages.put(saved.memory.key, seen, saved.memory, memory)
+
+    def _computing_backward(self, op: Op, saved: ComputeMemory) -> ComputeMemory:
+        """Charged if its forward was, else both are counted."""
+        usage = saved.usage
+        charge_bytes = usage.backward_bytes if usage else 0
+        return ComputeMemory(self._ledgers[op.device], op, None, usage, charge_bytes, beside=saved)
 
     def _finish_backward(self, op: Op, result: Values, memory: ComputeMemory) -> None:
         block = self._one_of(op.writes, TensorKind.ACTIVATION_GRADIENT)
@@ -187,29 +231,15 @@ class Step:
         return {} if block is None else self._blocks.flat(block).views
 
     def _call(self, op: Op) -> LayerCall:
+        first = self._minibatch.first_sample
         return LayerCall(
-            samples=op.samples,
+            samples=(first + op.samples[0], first + op.samples[1]),
             sizes={**self._minibatch.sizes, "batch": op.samples[1] - op.samples[0]},
             seed=self._minibatch.seed,
             device=self._backend.torch_device(op.device),
         )
 
-    # -- updating and moving --------------------------------------------------------------------------------------
-
-    def _update(self, op: Op) -> None:
-        """Step the parameters whose first layer is among the op's, each with the sum of its gradients."""
-        gradients: dict[str, Tensor] = {}
-        parts = [self._blocks.flat(block).views for block in self._of(op.reads, TensorKind.GRADIENT)]
-        for name in self._layers.parameters_of(*op.layers):
-            spec = self._layers.state[name]
-            if spec.trainable and op.layers[0] <= min(spec.layers):
-                found = [views[name] for views in parts if name in views]
-                assert found, f"{op}: no gradient of {name} has arrived"
-                gradients[name], *others = found
-                for other in others:
-                    gradients[name].add_(other)
-        with self._progress.updating(op.layers):
-            self._optimizer.step(gradients)
+    # -- moving ---------------------------------------------------------------------------------------------------
 
     def _reduce(self, index: int, op: Op) -> None:
         shards = moves.shards(op, self._program, self._blocks, self._layouts)

@@ -1,6 +1,10 @@
 """The store over the user's own parameters."""
 
+import io
+import mmap
+import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,8 +12,9 @@ from small_layers import build, layer, mlp
 from torch import Tensor
 
 from harmony_lab.errors import HarmonyError, TrainingError
-from harmony_lab.layers import LayerSequence
+from harmony_lab.layers import LayerSequence, padded
 from harmony_lab.program import TensorKind
+from harmony_lab.runtime.arena import Arena
 from harmony_lab.runtime.host import HostStore
 from harmony_lab.runtime.layout import Layouts
 
@@ -19,31 +24,69 @@ def opened(layers: LayerSequence) -> tuple[HostStore, Layouts]:
     return HostStore(layers, layouts), layouts
 
 
-def read(store: HostStore, layouts: Layouts, pack: tuple[int, int]) -> dict[str, Tensor]:
+def saved_bytes(value: object) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getbuffer().nbytes
+
+
+def read(layers: LayerSequence, store: HostStore, layouts: Layouts, pack: tuple[int, int]) -> dict[str, Tensor]:
     """A pack's parameters by way of its parts."""
     layout = layouts.of(TensorKind.WEIGHT, pack)
     block = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    for part, offset in store.parts_of(pack):
+    for part, offset in store.reader(layers, layouts).parts_of(pack):
         block[offset : offset + part.nbytes] = part
     return layout.views(block)
 
 
-def test_opening_keeps_values_and_objects_and_makes_them_views_of_one_arena() -> None:
+def test_opening_keeps_values_and_objects_and_lays_them_side_by_side_in_one_arena() -> None:
     layers = mlp()
     before = {name: (tensor, tensor.detach().clone()) for name, tensor in layers.tensors.items()}
-    opened(layers)
+    store, _ = opened(layers)
     for name, (tensor, value) in before.items():
         assert layers.tensors[name] is tensor
         assert torch.equal(tensor.detach(), value)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in layers.tensors.values()}) == 1
+    starts = [tensor.data_ptr() for tensor in layers.tensors.values()]
+    assert starts[0] == store.arena.memory.data_ptr()
+    assert [b - a for a, b in pairwise(starts)] == [padded(t.nbytes) for t in layers.tensors.values()][:-1]
+
+
+@pytest.mark.parametrize("names", [("0.weight",), ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")])
+def test_what_is_saved_of_an_open_model_is_as_large_as_of_a_plain_one(names: tuple[str, ...]) -> None:
+    layers = mlp(width=40)
+    plain = saved_bytes({name: layers.tensors[name].detach().clone() for name in names})
+    store, _ = opened(layers)
+    assert saved_bytes({name: layers.tensors[name].detach() for name in names}) == plain
+    store.close()
+    assert saved_bytes({name: layers.tensors[name].detach() for name in names}) == plain
+
+
+def test_what_was_taken_from_an_open_model_stays_whole_when_the_store_is_closed() -> None:
+    layers = mlp(width=128)
+    store, _ = opened(layers)
+    taken = {name: tensor.detach() for name, tensor in layers.tensors.items()}
+    array = layers.tensors["1.weight"].detach().numpy()
+    values = {name: tensor.clone() for name, tensor in taken.items()}
+    store.close()
+    assert all(torch.equal(taken[name], value) for name, value in values.items())
+    assert torch.equal(torch.from_numpy(array), values["1.weight"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the whole arena until its last tensor goes")
+def test_parts_of_the_arena_go_back_to_the_system_one_by_one() -> None:
+    arena = Arena(64 * mmap.PAGESIZE)
+    arena.memory.fill_(7)
+    arena.give_back(mmap.PAGESIZE // 2, 3 * mmap.PAGESIZE)
+    pages = arena.memory.view(64, mmap.PAGESIZE)[:, 0].tolist()
+    assert pages == [7, 0, 0, *[7] * 61]  # only whole pages: their ends may hold something else
 
 
 def test_a_pack_of_consecutive_layers_is_one_part() -> None:
     layers = mlp(depth=4)
     store, layouts = opened(layers)
     for pack in ((0, 4), (1, 3), (2, 5)):
-        assert len(store.parts_of(pack)) == 1
-        for name, value in read(store, layouts, pack).items():
+        assert len(store.reader(layers, layouts).parts_of(pack)) == 1
+        for name, value in read(layers, store, layouts, pack).items():
             assert torch.equal(value, layers.tensors[name].detach())
 
 
@@ -62,9 +105,9 @@ def test_a_shared_parameter_lies_once_in_the_arena_and_comes_with_every_pack_tha
         {"x": torch.randn(4, 5)},
     )
     store, layouts = opened(layers)
-    assert tensors["shared"].untyped_storage().nbytes() == 3 * 64
-    assert list(read(store, layouts, (1, 2))) == ["b", "shared"]
-    for name, value in read(store, layouts, (1, 2)).items():
+    assert store.arena.num_bytes == 3 * 64
+    assert list(read(layers, store, layouts, (1, 2))) == ["b", "shared"]
+    for name, value in read(layers, store, layouts, (1, 2)).items():
         assert torch.equal(value, tensors[name].detach())
 
 

@@ -1,0 +1,123 @@
+"""Updates: the host's part of a step, from the gradients that arrive to the optimizer."""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from harmony_lab.layers import LayerSequence
+from harmony_lab.program import Op, OpKind, Program, TensorKind
+from harmony_lab.runtime.blocks import Blocks
+from harmony_lab.runtime.optimizer import PackOptimizer
+from harmony_lab.runtime.progress import UpdateProgress
+
+__all__ = ["GradientObserver", "Updates"]
+
+GradientObserver = Callable[[Mapping[str, Tensor]], None]
+"""Told the gradients that the optimizer is about to see, a part of them at a time."""
+
+_CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
+
+
+class Updates:
+    """One step's updates.  A step of several minibatches runs a program for each: all but the ``last`` one only add
+    their gradients up, here on the host.
+
+    ``max_grad_norm``: all gradients together are scaled to that 2-norm at most, as ``clip_grad_norm_`` does, before the
+    first update; the program's updates then wait for all gradients (``ordering.updating_after``).
+    """
+
+    def __init__(
+        self,
+        layers: LayerSequence,
+        optimizer: PackOptimizer,
+        *,
+        max_grad_norm: float | None = None,
+        observe: GradientObserver | None = None,
+    ) -> None:
+        self.progress = UpdateProgress()
+        self.last = True
+        self.norm: float | None = None
+        self._layers = layers
+        self._optimizer = optimizer
+        self._max_grad_norm = max_grad_norm
+        self._observe = observe
+        self._sums: dict[str, Tensor] = {}  # of the minibatches before
+        self._complete: dict[str, Tensor] | None = None  # clipped: all gradients, from the first update on
+        self._scale: Tensor | None = None
+
+    @property
+    def sum_bytes(self) -> int:
+        """Host memory of the gradients that wait for the last minibatch."""
+        return sum(tensor.nbytes for tensor in self._sums.values())
+
+    def perform(self, op: Op, program: Program, blocks: Blocks) -> None:
+        """Step the parameters whose first layer is among the op's, each with the sum of its gradients."""
+        if not self.last:
+            for name, gradient in self._arrived(op, program, blocks).items():
+                if name in self._sums:
+                    self._sums[name].add_(gradient)
+                else:
+                    self._sums[name] = gradient.clone()
+            return
+        if self._max_grad_norm is None:
+            gradients = self._gradients(op, program, blocks)
+        else:
+            gradients = self._clipped(op, program, blocks, self._max_grad_norm)
+        if self._observe is not None:
+            self._observe(gradients)
+        with self.progress.updating(op.layers):
+            self._optimizer.step(gradients)
+
+    def _clipped(self, op: Op, program: Program, blocks: Blocks, max_norm: float) -> dict[str, Tensor]:
+        if self._complete is None:
+            updates = (other for other in program.ops if other.kind is OpKind.UPDATE)
+            self._complete = {
+                name: gradient
+                for update in updates
+                for name, gradient in self._gradients(update, program, blocks).items()
+            }
+            norm = total_norm(self._complete, self._layers)
+            self.norm = norm.item()
+            self._scale = torch.clamp(max_norm / (norm + _CLIP_EPSILON), max=1.0)
+        gradients = {name: self._complete[name] for name in self._owned(op)}
+        if self._scale is not None and self._scale.item() != 1.0:
+            for gradient in gradients.values():
+                gradient.mul_(self._scale.to(gradient.dtype))
+        return gradients
+
+    def _gradients(self, op: Op, program: Program, blocks: Blocks) -> dict[str, Tensor]:
+        """Complete: those of the minibatches before too."""
+        gradients = self._arrived(op, program, blocks)
+        for name, gradient in gradients.items():
+            if (before := self._sums.pop(name, None)) is not None:
+                gradient.add_(before)
+        return gradients
+
+    def _arrived(self, op: Op, program: Program, blocks: Blocks) -> dict[str, Tensor]:
+        """Of this minibatch: a parameter that packs share has several gradients, summed up in the first of them."""
+        reads = [index for index in op.reads if program.blocks[index].kind is TensorKind.GRADIENT]
+        parts = [blocks.flat(index).views for index in reads]
+        gradients: dict[str, Tensor] = {}
+        for name in self._owned(op):
+            found = [views[name] for views in parts if name in views]
+            assert found, f"{op}: no gradient of {name} has arrived"
+            gradients[name], *others = found
+            for other in others:
+                gradients[name].add_(other)
+        return gradients
+
+    def _owned(self, op: Op) -> list[str]:
+        """The trainable parameters whose first layer is among the op's."""
+        state = self._layers.state
+        names = self._layers.parameters_of(*op.layers)
+        return [name for name in names if state[name].trainable and op.layers[0] <= min(state[name].layers)]
+
+
+def total_norm(gradients: Mapping[str, Tensor], layers: LayerSequence) -> Tensor:
+    """Their 2-norm, taken together, in the model's order of parameters: to the bit what ``clip_grad_norm_`` finds."""
+    order = {name: number for number, (name, _) in enumerate(layers.model.named_parameters())}
+    names = sorted(gradients, key=lambda name: order.get(name, math.inf))
+    norm: Tensor = torch.nn.utils.get_total_norm([gradients[name] for name in names])
+    return norm
