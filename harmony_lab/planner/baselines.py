@@ -1,0 +1,234 @@
+"""baselines: what one would have without a plan, as Programs for the same simulator.
+
+``dp, paged``, ``pp gpipe, paged`` and ``pp 1f1b, paged``
+    Plain PyTorch on devices whose memory is virtual (``layerwise``): a tensor is fetched when an op needs it, the least
+    recently used makes room.  Where a device holds but one layer at a time, weights and their gradients move (4m + 2)
+    times their size per device with m microbatches: weights in twice per microbatch and in and out for the update,
+    gradients out with every microbatch and in again for the next, or for the update.
+``zero-infinity order``
+    Weights are streamed for every microbatch, the optimizer is on the host (``streaming``).
+``dp, in memory`` and ``pp, in memory``
+    Plain PyTorch where all of its training state and activations fit.
+
+Each is given the microbatch size, and the choice between recomputing layers and keeping what they save, that serve it
+best, and pipelines are cut where their stages take equal times.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from html import escape
+from typing import NamedTuple
+
+from harmony_lab.costs import Profile
+from harmony_lab.machine import HOST, Machine
+from harmony_lab.plan import Pack
+from harmony_lab.planner.baseline_programs import (
+    Needs,
+    in_memory_program,
+    paged_program,
+    pipeline_units,
+    streaming_program,
+)
+from harmony_lab.planner.baseline_tables import LayerTables
+from harmony_lab.planner.check import peak_bytes
+from harmony_lab.planner.pack import PackCosts, partitions
+from harmony_lab.program import Program, TensorKind
+from harmony_lab.simulator.engine import makespan_s, run
+from harmony_lab.units import format_bytes, format_seconds
+
+__all__ = ["BASELINES", "Baseline", "baselines"]
+
+BASELINES = ("dp, paged", "pp gpipe, paged", "pp 1f1b, paged", "zero-infinity order", "dp, in memory", "pp, in memory")
+_SIZES_TRIED = 4  # of those that fit
+_SMALLER = 2 / 3  # than the one before
+_WORTHWHILE = 0.995  # a smaller one must be this much faster: it moves more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """One baseline: its program and what the simulator says of it, or why there is none.
+
+    ``recomputes``: layers are computed again for backward instead of keeping what they save.  ``swap_bytes_by_kind``:
+    between devices and host, both ways.  ``peak_bytes``: per device, the most alive at once under any timing.
+    """
+
+    name: str
+    microbatch_size: int | None = None
+    recomputes: bool | None = None
+    program: Program | None = None
+    reason: str = ""
+    step_s: float | None = None
+    swap_bytes: int | None = None
+    swap_bytes_by_kind: Mapping[TensorKind, int] = field(default_factory=dict)
+    peer_bytes: int | None = None
+    peak_bytes: tuple[int, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.program is not None
+
+    def __str__(self) -> str:
+        if self.step_s is None or self.swap_bytes is None:
+            return f"{self.name}: {self.reason}"
+        how = "recomputing layers" if self.recomputes else "keeping what layers save"
+        return (
+            f"{self.name}: {format_seconds(self.step_s)} an iteration, {format_bytes(self.swap_bytes)} swapped "
+            f"(microbatches of {self.microbatch_size}, {how})"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(str(self))}</p>"
+
+
+class _Made(NamedTuple):
+    """A program and how long it takes."""
+
+    step_s: float
+    size: int
+    recomputes: bool
+    program: Program
+
+
+Make = Callable[[int], Program | Needs]
+"""The program with microbatches of that size, or what it lacks."""
+
+
+def baselines(
+    profile: Profile, machine: Machine, minibatch_size: int, *, names: Iterable[str] = BASELINES
+) -> tuple[Baseline, ...]:
+    """The baselines for one iteration on that minibatch with all devices of the machine.
+
+    Where one does not fit, or is not possible, its ``reason`` says so.
+    """
+    setting = _Setting(profile, machine, minibatch_size)
+    return tuple(setting.baseline(name) for name in names)
+
+
+class _Setting:
+    def __init__(self, profile: Profile, machine: Machine, minibatch_size: int) -> None:
+        self.profile, self.machine, self.minibatch_size = profile, machine, minibatch_size
+        self.costs = PackCosts(profile)
+        self.tables = LayerTables(profile, self.costs)
+
+    def baseline(self, name: str) -> Baseline:
+        is_dp = not name.startswith("pp")
+        problem = self._problem(is_dp)
+        if problem:
+            return Baseline(name=name, reason=problem)
+        sizes = self._sizes(is_dp=is_dp)
+        found = [self._fastest(sizes, recomputes, make) for recomputes, make in self._ways(name)]
+        fitting = [made for made in found if isinstance(made, _Made)]
+        if fitting:
+            return self._judged(name, min(fitting, key=lambda made: made.step_s))
+        lacking = min((made for made in found if isinstance(made, Needs)), key=lambda needs: needs.num_bytes)
+        return Baseline(name=name, reason=self._reason(name, lacking))
+
+    def _fastest(self, sizes: Sequence[int], recomputes: bool, make: Make) -> _Made | Needs:
+        """With the best of some microbatch sizes, given from the largest down; what the smallest lacks if none fits."""
+        best: _Made | None = None
+        lacking: Needs | None = None
+        num_tried = size_before = 0
+        for size in sizes:
+            if num_tried and size > _SMALLER * size_before:
+                continue
+            program = make(size)
+            if isinstance(program, Needs):
+                lacking = program
+                continue
+            num_tried, size_before = num_tried + 1, size
+            step_s = makespan_s(program, self.profile, self.machine)
+            if best is None or step_s < _WORTHWHILE * best.step_s:
+                best = _Made(step_s, size, recomputes, program)
+            if num_tried == _SIZES_TRIED:
+                break
+        made = best or lacking
+        assert made is not None, "no size to try"
+        return made
+
+    def _judged(self, name: str, made: _Made) -> Baseline:
+        program = made.program
+        trace = run(program, self.profile, self.machine)
+        by_kind: dict[TensorKind, int] = {}
+        for (source, destination, kind), num_bytes in trace.moved_bytes.items():
+            if HOST in (source, destination):
+                by_kind[kind] = by_kind.get(kind, 0) + num_bytes
+        return Baseline(
+            name=name,
+            microbatch_size=made.size,
+            recomputes=made.recomputes,
+            program=program,
+            step_s=trace.makespan_s,
+            swap_bytes=trace.swap_bytes,
+            swap_bytes_by_kind=by_kind,
+            peer_bytes=trace.peer_bytes,
+            peak_bytes=peak_bytes(program),
+        )
+
+    # -- ways ---------------------------------------------------------------------------------------------------------
+
+    def _ways(self, name: str) -> list[tuple[bool, Make]]:
+        """Whether layers are recomputed, and how to make the program."""
+        if name == "zero-infinity order":
+            return [(True, lambda size: streaming_program(self.tables, self.machine, self.minibatch_size, size))]
+        make = in_memory_program if name.endswith("in memory") else paged_program
+
+        def layerwise(recomputes: bool, size: int) -> Program | Needs:
+            if not name.startswith("pp"):
+                return make(self.tables, self.machine, self.minibatch_size, size, recomputes, (), None)
+            stages = self._stages(size)
+            units = pipeline_units(self.costs, stages, self.minibatch_size, size, gpipe="gpipe" in name)
+            return make(self.tables, self.machine, self.minibatch_size, size, recomputes, stages, units)
+
+        return [(recomputes, partial(layerwise, recomputes)) for recomputes in (False, True)]
+
+    def _stages(self, size: int) -> tuple[Pack, ...]:
+        count = min(self.machine.num_devices, len(self.profile))
+        found = partitions(self.costs, 0, len(self.profile), size, forward=False, budget_bytes=None, counts=(count,))
+        return found[count]
+
+    def _sizes(self, *, is_dp: bool) -> list[int]:
+        """Measured microbatch sizes and the largest there is use for, from the largest down.
+
+        None that leaves a rest smaller than the smallest measured one; if they all do, any size that does not.
+        """
+        count = self.machine.num_devices if is_dp else 1
+        shares = {self.minibatch_size // count, -(-self.minibatch_size // count)}
+        smallest, largest = self.profile.microbatch_sizes[0], min(max(shares), self.profile.largest_microbatch)
+        usable = [
+            size
+            for size in range(largest, smallest - 1, -1)
+            if all(min(share, share % size or size) >= smallest for share in shares)
+        ]
+        return [size for size in usable if size in {*self.profile.microbatch_sizes, largest}] or usable
+
+    # -- what is not possible -----------------------------------------------------------------------------------------
+
+    def _problem(self, is_dp: bool) -> str:
+        count = self.machine.num_devices
+        if is_dp and self.minibatch_size < count:
+            return f"a minibatch of {self.minibatch_size} cannot be dealt to {count} devices"
+        if is_dp and count > 1 and self.profile.serial_buffers:
+            return f"buffers depend on the order of microbatches: {', '.join(self.profile.serial_buffers[:3])}"
+        if self.profile.first_trainable_layer == len(self.profile):
+            return "the model has no trainable parameter"
+        if not self._sizes(is_dp=is_dp):
+            return (
+                f"the profile starts at microbatches of {self.profile.microbatch_sizes[0]}; a minibatch of "
+                f"{self.minibatch_size} leaves a smaller rest"
+            )
+        return ""
+
+    def _reason(self, name: str, lacking: Needs) -> str:
+        budget = format_bytes(self.machine.budgets[lacking.device])
+        if name.endswith("in memory"):
+            return (
+                f"weights, gradients, optimizer state and activations need {format_bytes(lacking.num_bytes)} on device "
+                f"{lacking.device} with microbatches of {lacking.size}, its budget is {budget}"
+            )
+        layer = lacking.layer
+        whose = f"layer {layer} ({self.profile.layers[layer].name}) alone needs" if layer >= 0 else "it needs"
+        return (
+            f"{whose} {format_bytes(lacking.num_bytes)} or more at once with microbatches of {lacking.size}, the "
+            f"budget of device {lacking.device} is {budget}"
+        )
