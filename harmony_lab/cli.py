@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from harmony_lab import __version__
+from harmony_lab.arguments import add_emulated, add_mode, emulated, positive
 from harmony_lab.errors import HarmonyError
 from harmony_lab.plan import Mode
-from harmony_lab.units import parse_bytes, parse_rate
 
 __all__ = ["main"]
 
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="train a GPT-2 that outgrows two emulated devices, check it against PyTorch"
     )
-    demo.add_argument("--steps", type=_positive, default=30, help="training steps (default 30)")
+    demo.add_argument("--steps", type=positive, default=30, help="training steps (default 30)")
     _add_machine(demo, memory_default="together half of the training state")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
     demo.add_argument(
@@ -51,9 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(command=_demo)
 
-    plan = commands.add_parser("plan", help="rank the plans for a saved profile on a machine described here")
-    plan.add_argument("profile", type=Path, metavar="PROFILE.json", help="what Profile.save wrote")
-    plan.add_argument("--minibatch", type=_positive, default=32, help="samples per step (default 32)")
+    plan = commands.add_parser("plan", help="rank the plans for a profile in a file on a machine described here")
+    plan.add_argument(
+        "profile", type=Path, metavar="PROFILE.json", help="what Profile.save wrote, or published per-layer tables"
+    )
+    plan.add_argument("--minibatch", type=positive, default=32, help="samples per step (default 32)")
     plan.add_argument("--machine", metavar="PRESET", help="GPUs such as 4x3090, instead of --devices, --memory, --link")
     _add_machine(plan, memory_default="64MiB")
     plan.set_defaults(command=_plan)
@@ -64,16 +66,26 @@ def _parser() -> argparse.ArgumentParser:
     models.add_argument("names", nargs="*", metavar="MODEL", help="models of the zoo (default all)")
     models.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     models.set_defaults(command=_bench_models)
+    without = benches.add_parser(
+        "baselines", help="what published models would take without a plan, against the best one"
+    )
+    without.add_argument("--profiles", type=Path, metavar="DIR", required=True, help="folder of profiles")
+    without.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    without.set_defaults(command=_bench_baselines)
+    planner = benches.add_parser("planner", help="the search against the published scheduler, on its profiles")
+    planner.add_argument("--profiles", type=Path, metavar="DIR", required=True, help="folder of profiles and plans")
+    planner.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    planner.set_defaults(command=_bench_planner)
+    notebook = benches.add_parser("notebook", help="bytes and milliseconds of the dashboard, for a GPT-2 XL")
+    notebook.add_argument("--layers", type=positive, default=48, help="of the GPT-2 (default 48)")
+    notebook.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    notebook.set_defaults(command=_bench_notebook)
     return parser
 
 
 def _add_machine(parser: argparse.ArgumentParser, memory_default: str) -> None:
-    parser.add_argument("--devices", type=_positive, default=2, help="number of emulated devices (default 2)")
-    parser.add_argument(
-        "--memory", type=_bytes, metavar="SIZE", help=f"per device, as 64MiB (default {memory_default})"
-    )
-    parser.add_argument("--link", type=_rate, metavar="RATE", default=2e9, help="shared host link, as 2GB/s (default)")
-    parser.add_argument("--mode", type=Mode, choices=tuple(Mode), help="only plans of this mode (default both)")
+    add_emulated(parser, memory_default)
+    add_mode(parser)
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:
@@ -92,19 +104,13 @@ def _demo(options: argparse.Namespace, console: Console) -> int:
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
-    from harmony_lab.costs import Profile
     from harmony_lab.machine import Machine
+    from harmony_lab.planner.published import load_profile
     from harmony_lab.planner.search import search
     from harmony_lab.terminal import bar, ranking_table
 
-    try:
-        profile = Profile.load(options.profile)
-    except ValueError as error:
-        raise HarmonyError(f"{options.profile} is not a profile that Profile.save wrote: {error}") from None
-    if options.machine:
-        machine = Machine.preset(options.machine)
-    else:
-        machine = Machine.emulated(options.devices, memory=options.memory or "64MiB", link=options.link)
+    profile = load_profile(options.profile)
+    machine = Machine.preset(options.machine) if options.machine else emulated(options)
     console.print(f"{profile}\n{machine}", soft_wrap=True)
     with bar(console, "search") as move:
         modes = (options.mode,) if options.mode else tuple(Mode)
@@ -142,31 +148,78 @@ def _bench_models(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-# -- argument types -----------------------------------------------------------------------------------------------
+def _bench_baselines(options: argparse.Namespace, console: Console) -> int:
+    from rich.table import Table
+
+    from harmony_lab.bench.baselines import bench_baselines, to_json
+    from harmony_lab.terminal import bar
+    from harmony_lab.units import format_bytes, format_seconds
+
+    with bar(console, "baselines") as move:
+        rows = bench_baselines(options.profiles, progress=move)
+    table = Table("model", "GPUs", "baseline", "iteration", "best plan", "times", "swapped", "best plan", "times")
+    for row in rows:
+        cells = [row["model"], str(row["num_devices"]), row["baseline"]]
+        for name, show in (("step_s", format_seconds), ("swap_bytes", format_bytes)):
+            ratio = row["speedup" if name == "step_s" else "swap_ratio"]
+            found = [show(row[key]) if row[key] is not None else "" for key in (name, f"ours_{name}")]
+            cells += [found[0] or "does not fit", found[1], f"{ratio:.2f}" if ratio is not None else ""]
+        table.add_row(*cells)
+    console.print(table)
+    for row in rows:
+        if not row["fits"]:
+            where = f"{row['model']} on {row['num_devices']}, {row['baseline']}"
+            console.print(f"{where}: {row['reason']}", soft_wrap=True)
+    if options.json:
+        to_json(rows, options.json)
+    return 0
 
 
-def _positive(text: str) -> int:
+def _bench_planner(options: argparse.Namespace, console: Console) -> int:
+    from rich.table import Table
+
+    from harmony_lab.bench.planner import bench_planner, summary, to_json
+    from harmony_lab.terminal import bar
+    from harmony_lab.units import format_seconds
+
+    with bar(console, "settings") as move:
+        rows = bench_planner(options.profiles, progress=move)
+    table = Table("model", "mode", "batch", "GPUs", "search", "faster", "iteration", "gain", "possible", "all switches")
+    for row in rows:
+        reference_s = row["reference_plan_makespan_s"]
+        table.add_row(
+            *(row["model"], row["mode"], str(row["minibatch_size"]), str(row["num_devices"])),
+            format_seconds(row["search_s"]),
+            f"{row['reference_search_s'] / row['search_s']:.0f} ×",
+            format_seconds(row["makespan_s"]),
+            f"{reference_s / row['makespan_s'] - 1:+.1%}",
+            f"{reference_s / row['lower_bound_s'] - 1:+.1%}",
+            f"{reference_s / row['makespan_all_switches_s'] - 1:+.1%}",
+        )
+    console.print(table)
+    for name, value in summary(rows).items():
+        console.print(f"{name}: {value:.4g}")
+    if options.json:
+        to_json(rows, options.json)
+    return 0
+
+
+def _bench_notebook(options: argparse.Namespace, console: Console) -> int:
+    from harmony_lab.terminal import bar
+
     try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 was expected, got {text!r}")
-    return number
+        from harmony_lab.bench.notebook import bench_notebook, gpt2_xl_lab, to_json
 
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _rate(text: str) -> float:
-    try:
-        return parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        lab = gpt2_xl_lab(options.layers)
+    except ImportError as error:
+        raise HarmonyError(f"{error.name} is missing: pip install 'harmony_lab[test]'") from None
+    with bar(console, "notebook") as move:
+        found = bench_notebook(lab, progress=move)
+    for name, value in found.items():
+        console.print(f"{name}: {value:,}")
+    if options.json:
+        to_json(found, options.json)
+    return 0
 
 
 if __name__ == "__main__":

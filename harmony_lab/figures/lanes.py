@@ -115,11 +115,12 @@ def _intervals(program: Program) -> _Ints:
     """The op in whose time each op is drawn: its own, for a SEND that of the RECV that takes its blocks."""
     ops = program.ops
     intervals = np.arange(len(ops))
+    sent_by: dict[int, int] = {}
     for number, op in enumerate(ops):
-        if op.kind is OpKind.RECV:
-            for before in op.after:
-                if ops[before].kind is OpKind.SEND and not set(ops[before].reads).isdisjoint(op.reads):
-                    intervals[before] = number
+        if op.kind is OpKind.SEND:
+            sent_by |= dict.fromkeys(op.reads, number)
+        elif op.kind is OpKind.RECV:
+            intervals[[sent_by[block] for block in op.reads if block in sent_by]] = number
     return intervals
 
 

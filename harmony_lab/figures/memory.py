@@ -31,14 +31,21 @@ def memory_timeline(trace: Trace) -> go.Figure:
     return go.Figure(memory_spec(trace))
 
 
-def memory_spec(trace: Trace, *, left: int = 80) -> Spec:
-    """``memory_timeline`` as plain data; ``left`` are the pixels left of the time axis."""
+def memory_spec(
+    trace: Trace, *, left: int = 80, name: str = "", until_s: float | None = None, most_bytes: int = 0
+) -> Spec:
+    """``memory_timeline`` as plain data; ``left`` are the pixels left of the time axis.
+
+    ``name`` stands in the title.  The axes reach to ``until_s`` and ``most_bytes`` at least, so that figures can be
+    compared.
+    """
     devices = footprints(trace, most_points=_MOST_POINTS, most_values=_MOST_VALUES)
-    time = time_unit(trace.makespan_s)
-    size = byte_unit(max(max(d.peak_bytes, d.budget_bytes) for d in devices))
+    end_s = max(trace.makespan_s, until_s or 0.0)
+    time = time_unit(end_s)
+    size = byte_unit(max(most_bytes, *(max(d.peak_bytes, d.budget_bytes) for d in devices)))
     count = len(devices)
     plot_pixels = count * _PANEL_PIXELS + (count - 1) * _GAP_PIXELS
-    title = f"Memory, {trace.origin}<br><sup>{INCLUDED}</sup>"
+    title = f"Memory, {name or trace.origin}<br><sup>{INCLUDED.replace('; ', ';<br>')}</sup>"
     layout = looks(title=title, height=plot_pixels + 165, left=left, top=70)
     layout |= {"hovermode": "x unified", "hoversubplots": "single", "shapes": [], "annotations": []}
     data: list[dict[str, Any]] = []
@@ -47,8 +54,8 @@ def memory_spec(trace: Trace, *, left: int = 80) -> Spec:
         zip(panel_domains([_PANEL_PIXELS] * count, _GAP_PIXELS), devices, strict=True)
     ):
         x, y = panel_axes(row)
-        ceiling = max(device.peak_bytes, device.budget_bytes) / size.size * _CEILING
-        layout[f"xaxis{x[1:]}"] = {"anchor": y, "range": [0, trace.makespan_s / time.size or 1.0]}
+        ceiling = max(device.peak_bytes, device.budget_bytes, most_bytes) / size.size * _CEILING
+        layout[f"xaxis{x[1:]}"] = {"anchor": y, "range": [0, end_s / time.size or 1.0]}
         layout[f"yaxis{y[1:]}"] = {
             "anchor": x,
             "domain": [low, high],

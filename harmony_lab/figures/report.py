@@ -5,7 +5,7 @@ from html import escape
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from harmony_lab.costs import Profile
-from harmony_lab.figures.svg import loss_svg, memory_svg, swaps_svg, timeline_svg
+from harmony_lab.figures.svg import links_svg, loss_svg, memory_svg, swaps_svg, timeline_svg
 from harmony_lab.figures.tables import candidates_html, facts_html, profile_html, traces_html
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
@@ -108,6 +108,7 @@ def training_sections(
         pictures = "".join(timeline_svg(trace, until_s=until_s) for trace in traces)
         sections.append(Section("Timeline", pictures))
         sections.append(Section("Memory", "".join(memory_svg(trace) for trace in traces)))
+        sections.append(Section("Links", links_svg(traces[-1])))
         sections.append(Section("Swap volume", swaps_svg(traces[-1])))
     if result_frame is not None:
         sections.append(Section("Candidates", candidates_html(result_frame)))

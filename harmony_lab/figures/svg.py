@@ -1,6 +1,7 @@
 """Static pictures: the figures as inline SVG, for saved notebooks, exports and pages without scripts."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import floor, log10
 from typing import Final
 
@@ -18,14 +19,17 @@ from harmony_lab.figures.canvas import (
     x_axis,
     y_axis,
 )
+from harmony_lab.figures.critical import CriticalPath, critical_line, critical_path
 from harmony_lab.figures.curves import thinned_losses
 from harmony_lab.figures.footprint import INCLUDED, Footprint, footprints
 from harmony_lab.figures.lanes import KINDS, Lanes, lanes, thinned
+from harmony_lab.figures.link_load import hop_name, link_load
 from harmony_lab.figures.scales import byte_unit, ticks, time_unit
 from harmony_lab.figures.theme import (
     ACCENT_COLOUR,
     ALARM_COLOUR,
     BUDGET_COLOUR,
+    CRITICAL_COLOUR,
     OP_COLOURS,
     SEQUENTIAL,
     TENSOR_COLOURS,
@@ -34,9 +38,9 @@ from harmony_lab.figures.theme import (
 from harmony_lab.figures.volumes import Volumes, volumes_of_packs
 from harmony_lab.program import TensorKind
 from harmony_lab.trace import Trace
-from harmony_lab.units import format_bytes, format_seconds
+from harmony_lab.units import format_bytes, format_rate, format_seconds
 
-__all__ = ["loss_svg", "memory_svg", "swaps_svg", "timeline_svg"]
+__all__ = ["links_svg", "loss_svg", "memory_svg", "swaps_svg", "timeline_svg"]
 
 _MOST_BARS: Final = 2400
 _MOST_POINTS: Final = 400
@@ -45,6 +49,7 @@ _ROW: Final = 22
 _BAR: Final = 15
 _MOST_ROWS: Final = 40
 _MOST_LOSSES: Final = 800
+_STRETCHES: Final = 160
 
 
 # -- timeline ---------------------------------------------------------------------------------------------------------
@@ -54,9 +59,11 @@ def timeline_svg(trace: Trace, *, until_s: float | None = None) -> str:
     """The timeline; the axis reaches to ``until_s``, by default to the makespan."""
     end_s = trace.makespan_s if until_s is None else until_s
     unit = time_unit(end_s)
-    bars = thinned(lanes(trace), trace.makespan_s, limit=_MOST_BARS)
+    every = lanes(trace)
+    bars = thinned(every, trace.makespan_s, limit=_MOST_BARS)
     used = sorted(set(bars.kind.tolist()))
-    head, head_height = legend(16, 36, [(OP_COLOURS[KINDS[k]], label(KINDS[k])) for k in used])
+    colours = [(OP_COLOURS[KINDS[k]], label(KINDS[k])) for k in used] + [(CRITICAL_COLOUR, "critical path")]
+    head, head_height = legend(16, 36, colours)
     left = 24 + 6.6 * max((len(name) for name in bars.names), default=0)
     top = 44 + head_height
     panel = Panel(
@@ -67,9 +74,20 @@ def timeline_svg(trace: Trace, *, until_s: float | None = None) -> str:
         parts.append(text(panel.left - 8, panel.top + _ROW * row + 15, name, anchor="end"))
         if row and bars.owners[row] != bars.owners[row - 1]:
             parts.append(line(16, panel.top + _ROW * row, panel.right, panel.top + _ROW * row))
-    parts += _bar_paths(bars, panel, unit.size)
+    path = critical_path(trace)
+    parts += [*_bar_paths(bars, panel, unit.size), *_critical_path(path, trace, panel, every, unit.size)]
     title = f"{str(trace.origin).capitalize()} iteration: {format_seconds(trace.makespan_s)}"
+    if path.ops:
+        parts.append(text(panel.left, panel.bottom + 32, f"critical path: {path.words()}", size=11))
     return picture(panel.bottom + 44, title, str(trace), parts)
+
+
+def _critical_path(path: CriticalPath, trace: Trace, panel: Panel, every: Lanes, unit_s: float) -> Iterator[str]:
+    for drawn in critical_line(path, trace, every, unit_s):
+        ys = panel.top + _ROW * drawn["y"].astype(float) + _ROW / 2
+        xs = panel.left + drawn["x"].astype(float) / (panel.x_stop or 1.0) * panel.width
+        points = "L".join(f"{number(x)} {number(y)}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True))
+        yield f'<path d="M{points}" fill="none" stroke="{CRITICAL_COLOUR}" stroke-width="1.5"/>'
 
 
 def _bar_paths(bars: Lanes, panel: Panel, unit_s: float) -> Iterator[str]:
@@ -203,6 +221,45 @@ def _cell(x: float, y: float, width: float, height: float, num_bytes: int, most:
     yield rectangle(x + 1, y + 1, width - 2, height - 2, SEQUENTIAL[shade])
     colour = "#FFFFFF" if dark else "#1B1F24"
     yield text(x + width / 2, y + 16, format_bytes(num_bytes), anchor="middle", size=11, colour=colour)
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+
+def links_svg(trace: Trace) -> str:
+    """How full every link is over time, a row per link and direction."""
+    load = link_load(trace, num_stretches=_STRETCHES)
+    time = time_unit(trace.makespan_s)
+    rates = load.capacities.tolist()
+    names = [f"{hop_name(hop)}  {format_rate(rate)}" for hop, rate in zip(load.hops, rates, strict=True)]
+    left = 24 + 6.6 * max(map(len, names), default=0)
+    panel = Panel(
+        left=left,
+        top=44,
+        width=WIDTH - left - 24,
+        height=_ROW * max(1, len(names)),
+        x_stop=trace.makespan_s / time.size or 1.0,
+    )
+    parts = x_axis(panel, ticks(panel.x_stop), f"time ({time.name})")
+    shades = np.clip(np.ceil(load.shares * (len(SEQUENTIAL) - 1) - 1e-6), 0, len(SEQUENTIAL) - 1).astype(np.int64)
+    for row, name in enumerate(names):
+        y = panel.top + _ROW * row
+        parts.append(text(panel.left - 8, y + 15, name, anchor="end"))
+        edges = np.flatnonzero(np.diff(shades[row], prepend=-1, append=-1)).tolist()  # stretches of one shade
+        parts += [
+            rectangle(
+                panel.left + panel.width * first / _STRETCHES,
+                y + 3,
+                panel.width * (stop - first) / _STRETCHES,
+                _ROW - 5,
+                SEQUENTIAL[shades[row][first]],
+            )
+            for first, stop in pairwise(edges)
+        ]
+    busy = "; ".join(
+        f"{name}: {share:.0%} of what it could" for name, share in zip(names, load.shares.mean(1), strict=True)
+    )
+    return picture(panel.bottom + 44, "Link load over time", busy or "nothing is moved", parts)
 
 
 # -- loss -------------------------------------------------------------------------------------------------------------

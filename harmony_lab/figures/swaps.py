@@ -8,16 +8,17 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from harmony_lab.figures.lanes import stream_name, stream_order
+from harmony_lab.figures.link_load import hop_name
 from harmony_lab.figures.scales import byte_unit
 from harmony_lab.figures.spec import Spec
 from harmony_lab.figures.theme import SEQUENTIAL, TENSOR_COLOURS, dress, label, looks
 from harmony_lab.figures.volumes import Volumes, volumes_of_candidates, volumes_of_packs
-from harmony_lab.machine import Direction, Hop
+from harmony_lab.machine import Hop
 from harmony_lab.program import Stream, TensorKind
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes
 
-__all__ = ["candidate_heatmap", "link_utilisation", "swap_heatmap", "swap_spec"]
+__all__ = ["candidate_heatmap", "candidate_swap_spec", "link_utilisation", "swap_heatmap", "swap_spec"]
 
 _MOST_LABELLED_ROWS: Final = 60
 _MOST_LABELLED_COLUMNS: Final = 16
@@ -38,7 +39,12 @@ def swap_spec(trace: Trace) -> Spec:
 
 def candidate_heatmap(names: Sequence[str], traces: Sequence[Trace]) -> go.Figure:
     """Bytes that each candidate moves in one iteration, by direction and tensor kind; the scale is logarithmic."""
-    return go.Figure(_heatmap(volumes_of_candidates(names, traces), "Bytes moved by candidate"))
+    return go.Figure(candidate_swap_spec(names, traces))
+
+
+def candidate_swap_spec(names: Sequence[str], traces: Sequence[Trace]) -> Spec:
+    """``candidate_heatmap`` as plain data."""
+    return _heatmap(volumes_of_candidates(names, traces), "Bytes moved by candidate")
 
 
 def link_utilisation(trace: Trace) -> go.Figure:
@@ -88,7 +94,7 @@ def _link_bars(figure: go.Figure, trace: Trace, hops: Sequence[Hop]) -> None:
             figure.add_trace(
                 go.Bar(
                     orientation="h",
-                    y=[_hop_name(hop) for hop in hops],
+                    y=[hop_name(hop) for hop in hops],
                     x=[n / unit.size for n in num_bytes],
                     name=label(kind),
                     marker={"color": TENSOR_COLOURS[kind]},
@@ -99,10 +105,6 @@ def _link_bars(figure: go.Figure, trace: Trace, hops: Sequence[Hop]) -> None:
                 col=2,
             )
     figure.update_xaxes(ticksuffix=f" {unit.name}", row=1, col=2)
-
-
-def _hop_name(hop: Hop) -> str:
-    return f"{hop.link} {'↓' if hop.direction is Direction.DOWN else '↑'}"
 
 
 def _heatmap(volumes: Volumes, title: str) -> Spec:

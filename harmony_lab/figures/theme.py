@@ -10,6 +10,7 @@ __all__ = [
     "ACCENT_COLOUR",
     "ALARM_COLOUR",
     "BUDGET_COLOUR",
+    "CRITICAL_COLOUR",
     "FONT_FAMILY",
     "GRID_COLOUR",
     "INK_COLOUR",
@@ -45,6 +46,7 @@ TENSOR_COLOURS: Final[Mapping[TensorKind, str]] = {
     TensorKind.ACTIVATION_GRADIENT: "#A10E52",
     TensorKind.SAVED: "#00929F",
     TensorKind.WORKSPACE: "#CFDA6B",
+    TensorKind.OPTIMIZER: "#752A86",
 }
 MODE_COLOURS: Final[Mapping[Mode, str]] = {Mode.DP: "#1079EA", Mode.PP: "#C5660A"}
 
@@ -52,6 +54,7 @@ SEQUENTIAL: Final = ("#E7F0F8", "#B5D3E8", "#74AFD6", "#3883B8", "#0A5A92", "#08
 """From little to much, equally spaced."""
 ACCENT_COLOUR: Final = "#1079EA"
 ALARM_COLOUR: Final = "#D6273B"  # beyond a budget
+CRITICAL_COLOUR: Final = "#E01E8C"  # the critical path; on a white and a black page and across all bars
 BUDGET_COLOUR: Final = "#7A808A"
 INK_COLOUR: Final = "#757B85"  # text that is readable on white and on black
 GRID_COLOUR: Final = "rgba(128,134,144,0.22)"
@@ -68,6 +71,7 @@ _WORDS: Final[Mapping[str, str]] = {
     TensorKind.ACTIVATION_GRADIENT: "activation gradients",
     TensorKind.SAVED: "saved for backward",
     TensorKind.WORKSPACE: "temporaries",
+    TensorKind.OPTIMIZER: "optimizer state",
     Mode.DP: "data parallel",
     Mode.PP: "pipeline parallel",
 }

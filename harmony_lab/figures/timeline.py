@@ -1,12 +1,13 @@
 """Timelines: what every stream of every device did when."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
+from harmony_lab.figures.critical import CriticalPath, critical_line, critical_path
 from harmony_lab.figures.lanes import KINDS, MOVING, Lanes, lanes, thinned
 from harmony_lab.figures.scales import Unit, time_unit
 from harmony_lab.figures.spec import Spec, panel_axes, panel_domains, panel_title
@@ -15,7 +16,7 @@ from harmony_lab.program import OpKind
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes, format_seconds
 
-__all__ = ["TIMELINE_LEFT", "compare", "compare_spec", "timeline", "timeline_spec"]
+__all__ = ["TIMELINE_LEFT", "compare", "compare_spec", "timeline", "timeline_spec", "timelines_spec"]
 
 TIMELINE_LEFT: Final = 130
 """Pixels left of the time axis."""
@@ -37,46 +38,61 @@ def compare(predicted: Trace, measured: Trace) -> go.Figure:
 
 def timeline_spec(trace: Trace) -> Spec:
     """``timeline`` as plain data."""
-    bars = _bars(trace)
-    height = 115 + _ROW_PIXELS * max(3, len(bars.names))
-    layout = looks(title=_title(trace), height=height, left=TIMELINE_LEFT) | {"barmode": "overlay", "bargap": 0}
+    every = lanes(trace)
+    bars, unit = _few(every, trace), time_unit(trace.makespan_s)
+    path = critical_path(trace)
+    height = 135 + _ROW_PIXELS * max(3, len(bars.names))
+    layout = looks(title=_title(trace, path), height=height, left=TIMELINE_LEFT, top=60)
+    layout |= {"barmode": "overlay", "bargap": 0}
     layout["xaxis"] = _time_axis(trace.makespan_s, titled=True)
     layout["yaxis"] = _rows_axis(bars)
     layout["shapes"] = _edges(bars, 0)
-    return {"data": list(_traces(bars, time_unit(trace.makespan_s), 0)), "layout": layout}
+    return {"data": [*_traces(bars, unit, 0), *critical_line(path, trace, every, unit.size)], "layout": layout}
 
 
 def compare_spec(predicted: Trace, measured: Trace) -> Spec:
     """``compare`` as plain data."""
-    traces = (predicted, measured)
-    drawn = [_bars(trace) for trace in traces]
-    longest_s = max(trace.makespan_s for trace in traces)
+    named = [(str(trace.origin).capitalize(), trace) for trace in (predicted, measured)]
+    return timelines_spec("Predicted and measured", named)
+
+
+def timelines_spec(title: str, named: Sequence[tuple[str, Trace]]) -> Spec:
+    """Timelines one above the other, each under its name, on one time axis."""
+    drawn = [lanes(trace) for _, trace in named]
+    longest_s = max(trace.makespan_s for _, trace in named)
     heights = [_ROW_PIXELS * max(3, len(bars.names)) for bars in drawn]
-    layout = looks(title="Predicted and measured", height=160 + sum(heights), left=TIMELINE_LEFT, top=70)
+    gaps = _GAP_PIXELS * (len(named) - 1)
+    layout = looks(title=title, height=120 + gaps + sum(heights), left=TIMELINE_LEFT, top=70)
     layout |= {"barmode": "overlay", "bargap": 0, "shapes": [], "annotations": []}
     data: list[dict[str, Any]] = []
     seen: set[str] = set()
-    for row, ((low, high), bars, trace) in enumerate(
-        zip(panel_domains(heights, _GAP_PIXELS), drawn, traces, strict=True)
+    last = len(named) - 1
+    unit = time_unit(longest_s)
+    for row, ((low, high), every, (name, trace)) in enumerate(
+        zip(panel_domains(heights, _GAP_PIXELS), drawn, named, strict=True)
     ):
+        bars, path = _few(every, trace), critical_path(trace)
         x, y = panel_axes(row)
-        layout[f"xaxis{x[1:]}"] = _time_axis(longest_s, titled=row == 1) | {"anchor": y}
+        layout[f"xaxis{x[1:]}"] = _time_axis(longest_s, titled=row == last) | {"anchor": y}
         layout[f"yaxis{y[1:]}"] = _rows_axis(bars) | {"anchor": x, "domain": [low, high]}
+        if row < last:
+            layout[f"xaxis{x[1:]}"] |= {"matches": panel_axes(last)[0], "showticklabels": False}
         layout["shapes"] += _edges(bars, row)
-        layout["annotations"].append(panel_title(_title(trace), high, size=13))
-        for bar in _traces(bars, time_unit(longest_s), row):
-            data.append(bar | {"showlegend": bar["name"] not in seen})
-            seen.add(bar["name"])
-    layout["xaxis"] |= {"matches": "x2", "showticklabels": False}
+        heading = f"{name}: {format_seconds(trace.makespan_s)}; critical path: {path.words()}"
+        layout["annotations"].append(panel_title(heading, high, size=12))
+        for drawing in (*_traces(bars, unit, row), *critical_line(path, trace, every, unit.size, row=row)):
+            data.append(drawing | {"showlegend": drawing["name"] not in seen})
+            seen.add(drawing["name"])
     return {"data": data, "layout": layout}
 
 
-def _bars(trace: Trace) -> Lanes:
-    return thinned(lanes(trace), trace.makespan_s, limit=_MOST_BARS)
+def _few(bars: Lanes, trace: Trace) -> Lanes:
+    return thinned(bars, trace.makespan_s, limit=_MOST_BARS)
 
 
-def _title(trace: Trace) -> str:
-    return f"{str(trace.origin).capitalize()} iteration: {format_seconds(trace.makespan_s)}"
+def _title(trace: Trace, path: CriticalPath) -> str:
+    title = f"{str(trace.origin).capitalize()} iteration: {format_seconds(trace.makespan_s)}"
+    return f"{title}<br><sup>critical path: {path.words()}</sup>" if path.ops else title
 
 
 def _traces(bars: Lanes, unit: Unit, row: int) -> Iterator[dict[str, Any]]:

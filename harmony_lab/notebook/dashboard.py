@@ -1,23 +1,40 @@
-"""Dashboard: a view of a Lab, with candidates, knobs, pictures and launch."""
+"""Dashboard: a view of a Lab, with candidates, knobs, pictures, what-ifs and launch."""
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from harmony_lab.errors import HarmonyError
-from harmony_lab.notebook.candidates import NONE_CHOSEN, CandidateTable, candidate_rows
+from harmony_lab.figures.comparison import Side
+from harmony_lab.forecast import forecast
+from harmony_lab.notebook.candidates import NONE_CHOSEN, CandidateTable
+from harmony_lab.notebook.compare_panel import ComparePanel, Option
+from harmony_lab.notebook.contenders import Contenders
 from harmony_lab.notebook.control_names import ControlNames
+from harmony_lab.notebook.effects import effects
 from harmony_lab.notebook.header import header_html
-from harmony_lab.notebook.knob_panel import KnobPanel
+from harmony_lab.notebook.knob_panel import KnobCalls, KnobPanel
 from harmony_lab.notebook.knobs import Knobs
-from harmony_lab.notebook.launch_panel import LaunchPanel
+from harmony_lab.notebook.launch_panel import LaunchPanel, first_batches, user_namespace
+from harmony_lab.notebook.machine_panel import MachinePanel
 from harmony_lab.notebook.pictures import Pictures
-from harmony_lab.notebook.text import Weighed, error_html, note_html, stylesheet_html, tiles, tiles_html, weighed
+from harmony_lab.notebook.requests import History, Requests
+from harmony_lab.notebook.text import (
+    Weighed,
+    error_html,
+    error_words,
+    note_html,
+    side,
+    stylesheet_html,
+    tiles,
+    tiles_html,
+    weighed,
+)
 from harmony_lab.notebook.weak import weakly
 from harmony_lab.notebook.worker import Worker
 from harmony_lab.plan import Plan
+from harmony_lab.trace import Trace
 
 if TYPE_CHECKING:
     from harmony_lab.lab import Lab
@@ -26,14 +43,9 @@ __all__ = ["Dashboard"]
 
 _MOST_CANDIDATES = 10
 _PAINTING_S = 5.0  # patience with what is being painted when the Lab closes
-
-
-def _user_namespace() -> Mapping[str, Any]:
-    """Names of the notebook; none outside of one."""
-    from IPython.core.getipython import get_ipython
-
-    shell = get_ipython()
-    return {} if shell is None else shell.user_ns
+_EFFECTS_AFTER_S = 0.3  # so that nobody who still turns waits for them
+_VERIFIED_STEPS = 2
+_AT_HAND, _WHAT_IF = "plan", "what-if"
 
 
 class Dashboard:
@@ -45,49 +57,63 @@ class Dashboard:
 
         front end ── knob, click ──> hands: lab.prepare, choose, launch    (one thread, while there is work)
         Lab ──────── event ────────> painter: figures and texts            (another)
+                                         └──> effects: what each knob does (a third, at rest)
 
     ``data``: batches to train on; without it the panel asks for a name in the ``namespace``, by default the notebook's.
     """
 
     def __init__(
-        self, lab: "Lab", *, data: Any = None, namespace: Callable[[], Mapping[str, Any]] = _user_namespace
+        self, lab: "Lab", *, data: Any = None, namespace: Callable[[], Mapping[str, Any]] = user_namespace
     ) -> None:
         self.lab = lab
         self._reference: Weighed | None = None  # what deltas are taken from: the plan last chosen other than by knobs
         self._base: Plan | None = None  # what knobs are applied to: the reference or a plan that was typed
-        self._requests = _Requests()
+        self._requests = Requests()
+        self._history = History()
+        self._contenders = Contenders(lab.machine, lab.minibatch_size)
+        self._num_painted = 0  # plans
         self._hands = Worker("harmony-lab dashboard", self._failed)
         self._painter = Worker("harmony-lab dashboard painter", self._failed)
+        self._weigher = Worker("harmony-lab dashboard effects", self._failed, delay_s=_EFFECTS_AFTER_S)
         self.header = ipywidgets.HTML()
         self.message = ipywidgets.HTML()  # what is going on
         self.trouble = ipywidgets.HTML()  # what went wrong
         self.progress = ipywidgets.FloatProgress(max=1.0, layout={"width": "100%", "display": "none"})
         self.table = CandidateTable(weakly(self._choose_rank))
-        self.knobs = KnobPanel(weakly(self._turn), weakly(self._choose_plan), weakly(self._reset))
+        calls = KnobCalls(weakly(self._turn), weakly(self._take), weakly(self._undo), weakly(self._reset))
+        self.knobs = KnobPanel(calls)
         self.figures = ipywidgets.HTML()
-        self.pictures = Pictures()
-        self.launcher = LaunchPanel(weakly(self._launch), namespace, data)
+        self.compare = ComparePanel(self._side, self._compare)
+        self.machine = MachinePanel(lab, self._offer)
+        self.pictures = Pictures(
+            self._painter.submit,
+            self._candidate_traces,
+            [("Compare", self.compare.view, self.compare.draw), ("What if", self.machine.view, lambda: None)],
+        )
+        self.launcher = LaunchPanel(weakly(self._launch), weakly(self._verify), namespace, data)
         self._hidden: list[Any] = []
         self.view = self._arranged()
         self._unsubscribe = lab.subscribe(self._event)
         self._paint_all()
 
     def _arranged(self) -> Any:
-        candidates = _section("Candidates", self.table, flex="3 1 500px")
+        candidates = _section("Candidates", self.table, flex="0 0 auto")
         knobs = _section("Knobs", self.knobs.view, flex="2 1 320px")
-        top = ipywidgets.Box([candidates, knobs], layout={"flex_flow": "row wrap", "align_items": "flex-start"})
+        left = ipywidgets.VBox(
+            [candidates, _section("Packs and plan", self.knobs.strip_view, flex="0 0 auto")],
+            layout={"flex": "3 1 500px", "min_width": "0"},
+        )
+        top = ipywidgets.Box([left, knobs], layout={"flex_flow": "row wrap", "align_items": "flex-start"})
         top.add_class("harmony-columns")
         launch = _section("Launch", self.launcher.view, flex="0 0 auto")
         self._hidden = [top, self.pictures.view, launch]  # until there is a plan to show
         for part in self._hidden:
             part.layout.display = "none"
+        status = [self.header, self.progress, self.message, self.trouble]
         view = ipywidgets.VBox(
             [
                 ipywidgets.HTML(stylesheet_html()),
-                self.header,
-                self.progress,
-                self.message,
-                self.trouble,
+                *status,
                 top,
                 self.figures,
                 self.pictures.view,
@@ -109,10 +135,13 @@ class Dashboard:
     def close(self) -> None:
         """Follow the Lab no longer and end the threads; the last state stays visible."""
         self._unsubscribe()
-        self._hands.close()
-        self._painter.close()
+        self._num_painted += 1  # nobody wants to know effects any more
+        for worker in (self._hands, self._weigher, self._painter):
+            worker.close()
         self._painter.wait_idle(_PAINTING_S)
         self.knobs.enable(False)
+        self.machine.close()
+        self.compare.enable(False)
         self.launcher.close()
 
     def _ipython_display_(self) -> None:
@@ -125,29 +154,34 @@ class Dashboard:
         """Wait until everything asked for is done and painted; False when that took longer."""
         return self._hands.wait_idle(timeout_s) and self._painter.wait_idle(timeout_s)
 
+    def settle_effects(self, timeout_s: float) -> bool:
+        """Wait until the effects of knobs are shown as well."""
+        return self.settle(timeout_s) and self._weigher.wait_idle(timeout_s)
+
     # -- what the user asks for -----------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
         self.lab.prepare()
 
     def _choose_rank(self, rank: int) -> None:
-        def choose() -> None:
-            self._requests.forget()
-            self.lab.choose(rank)
+        self._hands.submit("choose", lambda: self._choose(rank))
 
-        self._hands.submit("choose", choose)
+    def _choose(self, plan: Plan | int) -> None:
+        """Take a plan as it is: the reference from now on."""
+        self._requests.forget()
+        self.lab.choose(plan)
 
     def _turn(self, knobs: Knobs) -> None:
         number = self._requests.next_number()
+        self._hands.submit("choose", lambda: self._vary(lambda: self._turned(knobs), number))
 
-        def choose() -> None:
-            profile, base = self.lab.profile, self._base
-            if profile is not None and base is not None:
-                self._vary(lambda: knobs.apply(base, profile), number)
+    def _turned(self, knobs: Knobs) -> Plan:
+        profile, base = self.lab.profile, self._base
+        assert profile is not None  # or there are no knobs to turn
+        assert base is not None
+        return knobs.apply(base, profile)
 
-        self._hands.submit("choose", choose)
-
-    def _choose_plan(self, plan: Plan) -> None:
+    def _take(self, plan: Plan) -> None:
         number = self._requests.next_number()
 
         def choose() -> None:
@@ -156,9 +190,18 @@ class Dashboard:
 
         self._hands.submit("choose", choose)
 
+    def _undo(self) -> None:
+        past = self._history.back()
+        if past is None:
+            return
+        if past.chosen:
+            self._hands.submit("choose", lambda: self._choose(past.plan))
+        else:
+            self._take(past.plan)
+
     def _reset(self) -> None:
         if self._reference is not None:
-            self._choose_plan(self._reference.preview.plan)
+            self._take(self._reference.preview.plan)
 
     def _vary(self, make: Callable[[], Plan], number: int) -> None:
         """Choose a variation of the reference."""
@@ -170,14 +213,27 @@ class Dashboard:
             self.knobs.complain(str(error))
 
     def _launch(self, data: Any, steps: int) -> None:
-        def launch() -> None:
-            try:
-                self.lab.launch(data, steps)
-            except Exception as error:
-                self.launcher.complain(_in_words(error))
-                self.launcher.enable(True)
+        self._submit_training("launch", lambda: self.lab.launch(data, steps))
 
-        self._hands.submit("launch", launch)
+    def _verify(self, data: Any) -> None:
+        def verify() -> None:
+            self.launcher.certify(self.lab.verify(first_batches(data, _VERIFIED_STEPS)))
+            self._allow_launch()
+
+        self._submit_training("verify", verify)
+
+    def _submit_training(self, name: str, work: Callable[[], object]) -> None:
+        def train() -> None:
+            try:
+                work()
+            except Exception as error:
+                self.launcher.complain(error_words(error))
+                self._allow_launch()
+
+        self._hands.submit(name, train)
+
+    def _compare(self) -> None:
+        self._painter.submit("compare", lambda: self.pictures.outdate("Compare"))
 
     # -- what the Lab tells ---------------------------------------------------------------------------------------
 
@@ -217,14 +273,16 @@ class Dashboard:
             self.message.value = note_html(f"{progress.stage}: {progress.text} ({count})")
 
     def _paint_result(self) -> None:
-        result = self.lab.result
+        result, profile = self.lab.result, self.lab.profile
         self._paint_header()
-        if result is not None:
+        if result is not None and profile is not None:
             self.progress.layout.display = "none"
             self.message.value = self.trouble.value = ""
             frame = result.to_frame()
-            self.table.rows = candidate_rows(frame, _MOST_CANDIDATES)
+            self.table.show(frame, _MOST_CANDIDATES)
+            self._offer()
             self.pictures.show_candidates(frame)
+            self.pictures.show_profile(profile)
 
     def _paint_plan(self) -> None:
         preview, profile = self.lab.chosen, self.lab.profile
@@ -233,14 +291,20 @@ class Dashboard:
         plan, number = weighed(preview), self._requests.arrived(preview.plan)
         if number is None:
             self._refer_to(plan)
+        self._history.arrived(preview.plan, chosen=number is None)
+        self._num_painted += 1
         if number is None or self._requests.is_newest(number):  # else the user has turned on: more is on its way
             self.knobs.show(preview.plan, profile)
         self.figures.value = tiles_html(tiles(plan, self._reference or plan), self._caption(), preview.problem)
         self.pictures.show_plan(preview.trace)
         self.knobs.enable(True)
+        self.knobs.undo.disabled = not self._history.can_go_back
         while self._hidden:
             self._hidden.pop().layout.display = "flex"
-        self.launcher.enable(self.lab.run is None or not self.lab.run.active)
+        self._allow_launch()
+        self.pictures.outdate("Compare")
+        self.machine.plan_changed()
+        self._weigh(plan, self._num_painted)
 
     def _refer_to(self, plan: Weighed) -> None:
         self._reference = plan
@@ -248,9 +312,12 @@ class Dashboard:
         self.table.mark(self._rank(self._base))
 
     def _rank(self, plan: Plan) -> int:
-        result = self.lab.result
-        shown = [] if result is None else [candidate.plan for candidate in result.candidates[:_MOST_CANDIDATES]]
+        shown = self._best_plans()
         return shown.index(plan) if plan in shown else NONE_CHOSEN
+
+    def _best_plans(self) -> list[Plan]:
+        result = self.lab.result
+        return [] if result is None else [candidate.plan for candidate in result.candidates[:_MOST_CANDIDATES]]
 
     def _caption(self) -> str:
         rank = self.table.selected
@@ -261,61 +328,74 @@ class Dashboard:
             "prediction. Swapped: both directions, all devices."
         )
 
+    def _weigh(self, plan: Weighed, number: int) -> None:
+        """Find what a run takes and the effect of every knob, once nobody turns any more."""
+        reference, base, profile = self._reference, self._base, self.lab.profile
+        if reference is None or base is None or profile is None:
+            return
+
+        def weigh() -> None:
+            lab, trace = self.lab, plan.preview.trace
+            if lab.optimizer is not None:
+                self.launcher.expect(trace.makespan_s, forecast(trace, lab.layers, lab.optimizer, profile, lab.machine))
+            found = effects(
+                plan, reference.preview.plan, base, profile, self.lab.preview, lambda: number == self._num_painted
+            )
+            for effect in found:
+                self.knobs.show_effect(effect)
+
+        self._weigher.submit("effects", weigh)
+
+    def _allow_launch(self) -> None:
+        preview, run = self.lab.chosen, self.lab.run
+        busy = run is not None and run.active
+        problem = None if preview is None else preview.problem
+        self.launcher.allow(preview is not None and not busy and not self.lab.closed, problem)
+
     def _paint_run(self) -> None:
         run = self.lab.run
         if run is None:
             return
         self.launcher.follow(run)
-        self.launcher.enable(not run.active and not self.lab.closed)
+        self._allow_launch()
         if not run.active and run.trace is not None:
             self.pictures.show_measured(run.predicted, run.trace)
 
     def _failed(self, error: Exception) -> None:
         self.progress.layout.display = "none"
         self.message.value = ""
-        self.trouble.value = error_html(_in_words(error))
+        self.trouble.value = error_html(error_words(error))
 
+    # -- what other parts ask -------------------------------------------------------------------------------------
 
-class _Requests:
-    """Plans that this view asked the Lab to choose and that may still arrive, oldest first.
+    def _offer(self) -> None:
+        """Tell the comparison what there is to compare."""
+        ranks = [(f"candidate {rank}", str(rank)) for rank in range(len(self._best_plans()))]
+        options: list[Option] = [("the plan at hand", _AT_HAND), *ranks]
+        options += [(f"baseline: {name}", name) for name in Contenders.names]
+        if self.machine.best is not None:
+            options.append(("the best plan of the what-if machine", _WHAT_IF))
+        self.compare.offer(options)
+        self._compare()
 
-    They tell a variation of the reference from a plan that was chosen elsewhere, and the newest from one that the user
-    has moved on from.  A number is given when the user turns, the plan follows on another thread.
-    """
+    def _side(self, key: str) -> Side | None:
+        if key in Contenders.names:
+            return None if self.lab.profile is None else self._contenders.side(key, self.lab.profile)
+        if key == _AT_HAND:
+            plan = None if self.lab.chosen is None else weighed(self.lab.chosen)
+        elif key == _WHAT_IF:
+            plan = self.machine.best
+        else:
+            plans = self._best_plans()
+            plan = weighed(self.lab.preview(plans[int(key)])) if key.isdigit() and int(key) < len(plans) else None
+        if plan is None:
+            return None
+        names = {_AT_HAND: "the plan at hand", _WHAT_IF: f"best on {plan.preview.trace.machine.name}"}
+        return side(names.get(key, f"candidate {key}"), plan)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._newest = 0
-        self._plans: list[tuple[Plan, int]] = []
-
-    def next_number(self) -> int:
-        with self._lock:
-            self._newest += 1
-            return self._newest
-
-    def is_newest(self, number: int) -> bool:
-        return number == self._newest
-
-    def asked(self, plan: Plan, number: int) -> None:
-        with self._lock:
-            self._plans.append((plan, number))
-
-    def arrived(self, plan: Plan) -> int | None:
-        """The number of the request that this plan answers, None for one from elsewhere; older requests are dropped."""
-        with self._lock:
-            for position in reversed(range(len(self._plans))):
-                if self._plans[position][0] == plan:
-                    del self._plans[:position]
-                    return self._plans[0][1]
-        return None
-
-    def forget(self) -> None:
-        with self._lock:
-            self._plans.clear()
-
-
-def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, HarmonyError) else f"{type(error).__name__}: {error}"
+    def _candidate_traces(self) -> tuple[Sequence[str], Sequence[Trace]]:
+        plans = self._best_plans()
+        return [f"candidate {rank}" for rank in range(len(plans))], [self.lab.preview(plan).trace for plan in plans]
 
 
 def _section(title: str, content: Any, *, flex: str) -> Any:

@@ -1,72 +1,85 @@
-"""The knobs as controls, and the plan's text form, which can be edited."""
+"""The knobs as controls with what each does, the packs' cuts, and the plan's text form, which can be edited."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import ipywidgets
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import PlanError
 from harmony_lab.figures.theme import label
-from harmony_lab.notebook.knobs import Knobs, microbatch_choices
-from harmony_lab.notebook.text import error_html
+from harmony_lab.notebook.effects import Effect
+from harmony_lab.notebook.knobs import (
+    Knobs,
+    cuts_text,
+    devices_text,
+    microbatch_choices,
+    parse_cuts,
+    parse_devices,
+)
+from harmony_lab.notebook.pack_strip import PackStrip
+from harmony_lab.notebook.plan_file import PlanFile
+from harmony_lab.notebook.text import effect_html, error_html
 from harmony_lab.plan import Mode, Plan
+from harmony_lab.preview import can_stay, cuts_of, recut
 
-__all__ = ["KnobPanel"]
+__all__ = ["KnobCalls", "KnobPanel"]
 
 _WIDE = {"description_width": "145px"}
 _FULL = {"width": "auto"}
 
 
+class KnobCalls(NamedTuple):
+    """Who is told what a user does.  ``take``: a plan was typed, read from a file, or its packs were cut."""
+
+    turn: Callable[[Knobs], None]
+    take: Callable[[Plan], None]
+    undo: Callable[[], None]
+    reset: Callable[[], None]
+
+
 class KnobPanel:
-    """Controls that show a plan.  ``on_turn`` gets the knobs that a user turned, ``on_plan`` a plan that a user typed.
+    """Controls that show a plan; ``view`` for the side, ``strip_view`` for the whole width.
 
     A control that is set to what ``_shown`` says already was set by ``show``: only other values are the user's.
     """
 
-    def __init__(
-        self, on_turn: Callable[[Knobs], None], on_plan: Callable[[Plan], None], on_reset: Callable[[], None]
-    ) -> None:
-        self._on_turn = on_turn
-        self._on_plan = on_plan
+    def __init__(self, calls: KnobCalls) -> None:
+        self._calls = calls
         self._shown: Knobs | None = None
-        self._text_shown = ""
+        self._plan: Plan | None = None
+        self._texts: dict[str, str] = {}  # what text fields were set to
         self._profile: Profile | None = None
-        self.controls: dict[str, Any] = {
-            "mode": ipywidgets.ToggleButtons(
-                options=[(label(mode), mode) for mode in Mode],
-                tooltips=["every device runs all packs on its share", "packs go round the devices"],
-                description="mode",
-                style={"button_width": "auto", **_WIDE},
-            ),
-            "forward_microbatch_size": _sizes("forward microbatch"),
-            "num_forward_packs": _count("forward packs", 0, 1),
-            "backward_microbatch_size": _sizes("backward microbatch"),
-            "num_backward_packs": _count("backward packs", 1, 1),
-            "prefetch": _count("packs fetched ahead", 0, 2),
-            "peer_transfers": _switch("transfers between devices directly"),
-            "just_in_time_update": _switch("update each pack right after its backward"),
-        }
+        self.controls = _controls()
+        self.effects = {name: ipywidgets.HTML() for name in self.controls}
         for name, control in self.controls.items():
             control.observe(lambda change, name=name: self._turned(name, change["new"]), "value")
         self.text = ipywidgets.Textarea(
             description="plan", rows=5, continuous_update=False, style={"description_width": "40px"}, layout=_FULL
         )
-        self.text.observe(self._typed, "value")
+        self.cuts = {
+            way: _text(f"cut {way} before", "layers, such as 2, 4, 6 or every 2") for way in ("forward", "backward")
+        }
+        self.text.observe(lambda change: self._typed("plan", change["new"]), "value")
+        for way, field in self.cuts.items():
+            field.observe(lambda change, way=way: self._typed(way, change["new"]), "value")
+        self.strip = PackStrip(self._cut)
         self.message = ipywidgets.HTML()
-        self.reset = ipywidgets.Button(
-            description="back to the candidate",
-            icon="undo",
-            tooltip="take the chosen candidate's plan again",
-            layout={"width": "auto", "align_self": "flex-start"},
-        )
-        self.reset.on_click(lambda _: on_reset())
-        self.view = ipywidgets.VBox([*self.controls.values(), self.text, self.message, self.reset])
+        self.undo = _button("undo", "undo", "take the plan that was shown before")
+        self.reset = _button("back to the candidate", "refresh", "take the chosen candidate's plan again")
+        self.undo.on_click(lambda _: calls.undo())
+        self.reset.on_click(lambda _: calls.reset())
+        self.file = PlanFile(lambda: self._plan, self.take, self.complain)
+        rows = [ipywidgets.VBox([self.controls[name], self.effects[name]]) for name in self.controls]
+        buttons = ipywidgets.HBox([self.undo, self.reset], layout={"flex_flow": "row wrap"})
+        self.view = ipywidgets.VBox([*rows, self.message, buttons])
+        cuts = ipywidgets.Box(list(self.cuts.values()), layout={"flex_flow": "row wrap"})
+        self.strip_view = ipywidgets.VBox([self.strip, cuts, self.text, self.file.view])
         self.enable(False)
 
     def show(self, plan: Plan, profile: Profile) -> None:
         """Set every control to that plan; calls nobody back."""
-        self._profile = profile
+        self._profile, self._plan = profile, plan
         knobs = Knobs.of(plan)
         self._shown = knobs
         for name in ("forward_microbatch_size", "backward_microbatch_size"):
@@ -77,36 +90,101 @@ class KnobPanel:
         for name in ("num_forward_packs", "num_backward_packs"):
             self.controls[name].max = plan.num_layers
         self.controls["prefetch"].max = max(2, knobs.prefetch)
+        possible = can_stay(plan)
+        self.controls["num_stashed"].max = len(possible.device_stash)
+        self.controls["num_resident_packs"].max = len(possible.resident_packs)
+        self.controls["num_kept_packs"].max = len(plan.resident_packs) if possible.kept_packs else 0
         for name, control in self.controls.items():
-            control.value = getattr(knobs, name)
-        self._text_shown = str(plan)
-        self.text.value = self._text_shown
+            value = getattr(knobs, name)
+            control.value = devices_text(value) if name == "devices" else value
+        self._texts = {
+            "plan": str(plan),
+            "forward": cuts_text(cuts_of(plan.forward_packs)),
+            "backward": cuts_text(cuts_of(plan.backward_packs)),
+        }
+        self.text.value = self._texts["plan"]
+        for way, field in self.cuts.items():
+            field.value = self._texts[way]
+        self.strip.show(plan, profile)
         self.message.value = ""
+
+    def show_effect(self, effect: Effect) -> None:
+        self.effects[effect.knob].value = effect_html(effect.text)
 
     def complain(self, message: str) -> None:
         self.message.value = error_html(message)
 
+    def take(self, plan: Plan) -> None:
+        self._calls.take(plan)
+
     def enable(self, enabled: bool) -> None:
-        for control in (*self.controls.values(), self.text, self.reset):
+        for control in (*self.controls.values(), self.text, *self.cuts.values(), self.reset, self.undo, self.strip):
             control.disabled = not enabled
+        self.file.enable(enabled)
+
+    # -- what the user does ---------------------------------------------------------------------------------------
 
     def _turned(self, name: str, value: Any) -> None:
-        if self._shown is None or getattr(self._shown, name) == value:
+        if self._shown is None:
             return
-        self._shown = self._shown.turn(**{name: value})
-        self._on_turn(self._shown)
+        if name == "devices":
+            if value == devices_text(self._shown.devices):
+                return
+            try:
+                value = parse_devices(value)
+            except PlanError as error:
+                self.complain(str(error))
+                return
+        if getattr(self._shown, name) != value:
+            self._shown = self._shown.turn(**{name: value})
+            self._calls.turn(self._shown)
 
-    def _typed(self, change: Any) -> None:
-        text = change["new"]
-        if text == self._text_shown:
+    def _typed(self, what: str, text: str) -> None:
+        if self._plan is None or text == self._texts.get(what):
             return
-        self._text_shown = text
+        self._texts[what] = text
         try:
-            plan = Plan.parse(text)
+            if what == "plan":
+                self.take(Plan.parse(text))
+            else:
+                packs = self._plan.fused_pack.start if what == "forward" else self._plan.num_layers
+                self._cut(what, parse_cuts(text, packs))
         except PlanError as error:
             self.complain(str(error))
+
+    def _cut(self, way: str, cuts: tuple[int, ...]) -> None:
+        if self._plan is None:
             return
-        self._on_plan(plan)
+        try:
+            self.take(recut(self._plan, **{f"{way}_cuts": cuts}))
+        except PlanError as error:
+            self.complain(str(error))
+
+
+def _controls() -> dict[str, Any]:
+    return {
+        "mode": ipywidgets.ToggleButtons(
+            options=[(label(mode), mode) for mode in Mode],
+            tooltips=["every device runs all packs on its share", "packs go round the devices"],
+            description="mode",
+            style={"button_width": "auto", **_WIDE},
+        ),
+        "minibatch_size": ipywidgets.BoundedIntText(
+            value=1, min=1, max=10**6, description="minibatch", style=_WIDE, layout=_FULL
+        ),
+        "forward_microbatch_size": _sizes("forward microbatch"),
+        "num_forward_packs": _count("forward packs", 0, 1),
+        "backward_microbatch_size": _sizes("backward microbatch"),
+        "num_backward_packs": _count("backward packs", 1, 1),
+        "devices": ipywidgets.Text(description="order of devices", continuous_update=False, style=_WIDE, layout=_FULL),
+        "prefetch": _count("packs fetched ahead", 0, 2),
+        "peer_transfers": _switch("transfers between devices directly"),
+        "just_in_time_update": _switch("update each pack right after its backward"),
+        "mirrored": _switch("backward on the device of the forward (pipeline)"),
+        "num_stashed": _count("inputs kept on device", 0, 0),
+        "num_resident_packs": _count("packs that stay", 0, 0),
+        "num_kept_packs": _count("kept for backward", 0, 0),
+    }
 
 
 def _sizes(description: str) -> Any:
@@ -119,3 +197,17 @@ def _count(description: str, least: int, most: int) -> Any:
 
 def _switch(description: str) -> Any:
     return ipywidgets.Checkbox(description=description, indent=False, layout=_FULL)
+
+
+def _text(description: str, placeholder: str) -> Any:
+    return ipywidgets.Text(
+        description=description,
+        placeholder=placeholder,
+        continuous_update=False,
+        style={"description_width": "145px"},
+        layout={"flex": "1 1 300px"},
+    )
+
+
+def _button(description: str, icon: str, tooltip: str) -> Any:
+    return ipywidgets.Button(description=description, icon=icon, tooltip=tooltip, layout={"width": "auto"})

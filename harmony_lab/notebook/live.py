@@ -8,6 +8,7 @@ import ipywidgets
 
 from harmony_lab.figures.loss import loss_spec
 from harmony_lab.notebook.plot import Plot
+from harmony_lab.notebook.sensors import readings, readings_text
 from harmony_lab.notebook.text import Tile, error_html, note_html, stylesheet_html, tiles_html
 from harmony_lab.notebook.weak import weakly
 from harmony_lab.notebook.worker import Worker
@@ -106,7 +107,8 @@ class RunPanel:
         run = self.run
         active, losses = run.active, run.losses
         self.headline.value = _headline(run, len(losses))
-        self.figures.value = tiles_html(run_tiles(run), "", None)
+        sensors = readings_text(readings(run.predicted.machine)) if active else ""
+        self.figures.value = tiles_html(run_tiles(run), sensors, None)
         if losses and (not active or len(losses) >= self._drawn_steps * _GROWTH):
             self.curve.show(loss_spec(losses))
             self._drawn_steps = len(losses)
@@ -116,6 +118,7 @@ class RunPanel:
         )
         if not active:
             self.pause.disabled = self.stop.disabled = True
+            self.stop.button_style = ""  # nothing to warn of any more
             self._unsubscribe()
 
     def _pause(self, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""The ``%harmony`` magic, and how a Lab and a Run are shown once the extension is loaded."""
+"""The ``%harmony`` magic, and how a Lab, a Run and a Trace are shown once the extension is loaded."""
 
 import argparse
 import shlex
@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from IPython.core.error import UsageError
 
+from harmony_lab.arguments import add_emulated, add_mode, emulated, positive
 from harmony_lab.errors import HarmonyError
-from harmony_lab.notebook.views import Views, named
+from harmony_lab.notebook.release import free
+from harmony_lab.notebook.traced_cell import traces_of
+from harmony_lab.notebook.views import Views, held, named
 
 if TYPE_CHECKING:
     from harmony_lab.lab import Lab
@@ -18,17 +21,22 @@ __all__ = ["load", "unload"]
 
 _HELP = """Plan and run the training of models that are larger than the devices at hand.
 
-    %harmony machine                      the devices, memory and links found here
+    %harmony machine [PRESET]             the devices, memory and links found here, or those of a preset (4x4090);
+                                          with --devices N --memory SIZE --link RATE: emulated devices
     %harmony profile MODEL BATCH          seconds and bytes of every layer (without names: of the Lab's model)
     %harmony lab MODEL BATCH OPTIMIZER    a new Lab and its dashboard (without names: the Lab there is)
-    %harmony plan                         the ranking of the Lab's plans
+    %harmony plan [--mode dp]             the ranking of the Lab's plans
+    %harmony compare [A B]                two plans beside each other, by rank, name or text, or baselines such as
+                                          'dp, paged'; without names: all of them, in figures
     %harmony launch LOADER                train with the chosen plan; returns at once
     %harmony stop                         stop training after the current step
     %harmony report FILE                  write one HTML file with everything
+    %harmony free                         close every Lab and Trainer and give device memory back
+    %%harmony trace                       run the cell; show the last training step it took, as measured
 
 MODEL, BATCH, OPTIMIZER and LOADER are names in this notebook.  Options: ``--minibatch N``, ``--loss NAME``
-and ``--machine NAME`` with profile and lab, ``--steps N`` with launch, ``--lab NAME`` where there are several Labs.
-Each returns what it shows: ``run = %harmony launch loader``.
+and ``--machine NAME or PRESET`` with profile and lab, ``--steps N`` with launch, ``--lab NAME`` where there are several
+Labs.  Each returns what it shows: ``run = %harmony launch loader``.
 """
 _MAGIC = "harmony"
 
@@ -37,26 +45,29 @@ _views: dict[Any, Views] = {}  # by shell
 
 def load(ipython: Any) -> None:
     """Register the magic, its completion and the views; imports nothing heavy."""
-    magic = _Magic(ipython)
     views = _views[ipython] = Views(ipython)
+    magic = _Magic(ipython, views)
     views.load()
 
-    def harmony(line: str) -> Any:
-        return magic(line)
+    def harmony(line: str, cell: str | None = None) -> Any:
+        return magic(line, cell)
 
     harmony.__doc__ = _HELP
-    ipython.register_magic_function(harmony, "line", _MAGIC)
-    ipython.set_hook("complete_command", magic.complete, str_key=f"%{_MAGIC}")
+    ipython.register_magic_function(harmony, "line_cell", _MAGIC)
+    for prefix in ("%", "%%"):
+        ipython.set_hook("complete_command", magic.complete, str_key=f"{prefix}{_MAGIC}")
 
 
 def unload(ipython: Any) -> None:
     """Take it all away again; Labs that the user named are closed, and with them their runs."""
     _views.pop(ipython).unload()
-    ipython.magics_manager.magics["line"].pop(_MAGIC, None)
-    ipython.strdispatchers["complete_command"].strs.pop(f"%{_MAGIC}", None)
+    for kind in ("line", "cell"):
+        ipython.magics_manager.magics[kind].pop(_MAGIC, None)
+    for prefix in ("%", "%%"):
+        ipython.strdispatchers["complete_command"].strs.pop(f"{prefix}{_MAGIC}", None)
 
 
-# -- the magic --------------------------------------------------------------------------------------------------------
+# -- the parser -------------------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,45 +77,65 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"%harmony: {message}; %harmony? shows the usage")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="%harmony", add_help=False)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    for name, names in _NAMES.items():
-        command = commands.add_parser(name, add_help=False)
-        for operand in names:
-            command.add_argument(operand, nargs="?" if name in ("profile", "lab") else None)
-        if name in ("profile", "lab"):
-            command.add_argument("--minibatch", type=int)
-            command.add_argument("--machine")
-            command.add_argument("--loss")
-        if name == "launch":
-            command.add_argument("--steps", type=int, default=100)
-        if name != "machine":
-            command.add_argument("--lab", dest="lab_name")
-    return parser
-
-
 _NAMES: Mapping[str, Sequence[str]] = {
     "machine": (),
     "profile": ("model", "batch"),
     "plan": (),
+    "compare": ("a", "b"),
     "lab": ("model", "batch", "optimizer"),
     "launch": ("loader",),
     "stop": (),
     "report": ("file",),
+    "free": (),
+    "trace": (),
 }
+_MAY_LACK_NAMES = ("profile", "lab", "compare")
+_WITHOUT_LAB = ("machine", "free", "trace")
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands by name."""
+    parser = _Parser(prog="%harmony", add_help=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    for name, names in _NAMES.items():
+        command = commands.add_parser(name, add_help=False, allow_abbrev=False)
+        for operand in names:
+            command.add_argument(operand, nargs="?" if name in _MAY_LACK_NAMES else None)
+        if name == "machine":
+            command.add_argument("preset", nargs="*")
+            add_emulated(command)
+        if name == "plan":
+            add_mode(command)
+        if name in ("profile", "lab"):
+            command.add_argument("--minibatch", type=positive)
+            command.add_argument("--machine")
+            command.add_argument("--loss")
+        if name == "launch":
+            command.add_argument("--steps", type=positive, default=100)
+        if name not in _WITHOUT_LAB:
+            command.add_argument("--lab", dest="lab_name")
+    return parser, commands.choices
+
+
+# -- the magic --------------------------------------------------------------------------------------------------------
 
 
 class _Magic:
-    def __init__(self, ipython: Any) -> None:
+    def __init__(self, ipython: Any, views: Views) -> None:
         self._ipython = ipython
+        self._views = views
         self._made: weakref.ref[Lab] | None = None  # by the magic itself: it may have no name yet
 
-    def __call__(self, line: str) -> Any:
+    def __call__(self, line: str, cell: str | None = None) -> Any:
         """Run one command and return what it made.  A user's error is one message without a traceback."""
         if not line.strip():
             raise UsageError(f"%harmony: say what to do: {', '.join(_NAMES)}; %harmony? shows the usage")
-        arguments = _parser().parse_args(shlex.split(line))
+        arguments = _parser()[0].parse_args(_words(line))
+        if (cell is not None) != (arguments.command == "trace"):
+            cure = "a cell of its own starts with %%harmony trace" if cell is None else "it is written with one %"
+            raise UsageError(f"%harmony {arguments.command}: {cure}; %harmony? shows the usage")
+        if cell is not None:
+            return self._trace(cell)
         command: Callable[[argparse.Namespace], Any] = getattr(self, f"_{arguments.command}")
         try:
             return command(arguments)
@@ -112,16 +143,24 @@ class _Magic:
             raise UsageError(str(error)) from None
 
     def complete(self, _: Any, event: Any) -> list[str]:
-        """Commands first, then names of the notebook."""
+        """Commands first, then options and names of the notebook."""
         words = event.line.split()
         if len(words) < 2 or (len(words) == 2 and not event.line.endswith(" ")):
             return list(_NAMES)
-        return [name for name in self._ipython.user_ns if not name.startswith("_")]
+        commands = _parser()[1]
+        options = [] if words[1] not in commands else list(commands[words[1]]._option_string_actions)
+        if words[-1].startswith("-") and not event.line.endswith(" "):
+            dashes = event.symbol if event.symbol.startswith("-") else ""
+            return options if dashes else [option.lstrip("-") for option in options]
+        return [*options, *(name for name in self._ipython.user_ns if not name.startswith("_"))]
 
-    def _machine(self, _: argparse.Namespace) -> Any:
+    def _machine(self, arguments: argparse.Namespace) -> Any:
         from harmony_lab.machine import Machine
 
-        return Machine.detect()
+        if arguments.preset:
+            return Machine.preset(" ".join(arguments.preset))
+        described = arguments.memory is not None or (arguments.devices, arguments.link) != (2, 2e9)
+        return emulated(arguments) if described else Machine.detect()
 
     def _profile(self, arguments: argparse.Namespace) -> Any:
         if arguments.model is None:
@@ -155,7 +194,42 @@ class _Magic:
         return made
 
     def _plan(self, arguments: argparse.Namespace) -> Any:
-        return self._lab_at_hand(arguments).prepare().result
+        lab = self._lab_at_hand(arguments)
+        if arguments.mode is not None:
+            return lab.search(modes=(arguments.mode,))
+        return lab.prepare().result
+
+    def _compare(self, arguments: argparse.Namespace) -> Any:
+        from harmony_lab.figures.comparison import Comparison
+
+        lab = self._lab_at_hand(arguments).prepare()
+        assert lab.result is not None
+        assert lab.profile is not None
+        if arguments.a is None:
+            from harmony_lab.notebook.contenders import contenders_frame
+
+            return contenders_frame(lab.result, lab.profile, lab.machine, lab.minibatch_size)
+        if arguments.b is None:
+            raise UsageError("%harmony compare: give two plans, by rank, name or text, or none to see all in figures")
+        return Comparison(self._side(lab, arguments.a), self._side(lab, arguments.b))
+
+    def _side(self, lab: "Lab", text: str) -> Any:
+        """A plan by its rank, the name of a variable, its text, or ``chosen``; or a baseline by its name."""
+        from harmony_lab.notebook.contenders import Contenders
+        from harmony_lab.notebook.text import side
+
+        if text.isdecimal():
+            plans = [candidate.plan for candidate in lab.result.candidates] if lab.result else []
+            if int(text) >= len(plans):
+                raise UsageError(f"%harmony compare: there is no rank {text}; there are 0 to {len(plans) - 1}")
+            return side(f"candidate {text}", lab.preview(plans[int(text)]))
+        if text == "chosen" and lab.chosen is not None:
+            return side("the chosen plan", lab.chosen)
+        if text in Contenders.names and lab.profile is not None:
+            return Contenders(lab.machine, lab.minibatch_size).side(text, lab.profile)
+        if "=" in text:
+            return side("the plan given", lab.preview(text))
+        return side(text, lab.preview(self._value(text)))
 
     def _launch(self, arguments: argparse.Namespace) -> Any:
         (loader,) = self._operands(arguments, "loader")
@@ -171,7 +245,31 @@ class _Magic:
     def _report(self, arguments: argparse.Namespace) -> Any:
         return self._lab_at_hand(arguments).report(arguments.file)
 
+    def _free(self, _: argparse.Namespace) -> Any:
+        made = None if self._made is None else self._made()
+        labs = {id(lab): lab for lab in (*self._views.open_labs(), made) if lab is not None and not lab.closed}
+        return free(labs.values(), self._trainers(), self._views.let_go)
+
+    def _trace(self, cell: str) -> Any:
+        shell = self._ipython
+        tree = shell.compile.ast_parse(shell.transform_cell(cell))
+        code = shell.compile(tree, "<%%harmony trace>", "exec")
+
+        def execute() -> None:
+            exec(code, shell.user_ns)
+
+        traces = traces_of(execute, lambda: [*self._trainers(), *self._views.open_labs()])
+        if not traces:
+            raise UsageError(
+                "%%harmony trace: no training step was taken in this cell; call step of an hl.Trainer that has a name, "
+                "or launch a Lab"
+            )
+        return traces[0] if len(traces) == 1 else traces
+
     # -- names of the notebook ------------------------------------------------------------------------------------
+
+    def _trainers(self) -> list[Any]:
+        return list(held(self._ipython.user_ns, ("harmony_lab.trainer", "Trainer")))
 
     def _operands(self, arguments: argparse.Namespace, *names: str) -> list[Any]:
         """Values of the operands that were given."""
@@ -189,7 +287,14 @@ class _Magic:
         return namespace[name]
 
     def _chosen_machine(self, arguments: argparse.Namespace) -> Any:
-        return self._value(arguments.machine) if arguments.machine else self._machine(arguments)
+        """A machine by its name in the notebook or a preset's; without either what is found here."""
+        from harmony_lab.machine import Machine
+
+        if not arguments.machine:
+            return Machine.detect()
+        if arguments.machine in self._ipython.user_ns or arguments.machine.isidentifier():
+            return self._value(arguments.machine)
+        return Machine.preset(arguments.machine)
 
     def _chosen_loss(self, arguments: argparse.Namespace) -> Any:
         return self._value(arguments.loss) if arguments.loss else None
@@ -209,3 +314,10 @@ class _Magic:
         if len(labs) > 1:
             raise UsageError(f"%harmony: several Labs are open ({', '.join(labs)}); say which with --lab NAME")
         return next(iter(labs.values()))
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"%harmony: {error}; close the quotation") from None

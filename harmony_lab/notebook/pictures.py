@@ -1,14 +1,20 @@
-"""The pictures of a plan: timeline and memory, swap volume, the other candidates, and what was measured."""
+"""The pictures of a plan: timeline and memory, links, swap volume, candidates, layers, and what was measured."""
 
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from harmony_lab.costs import Profile
 from harmony_lab.figures.candidates import candidates_spec
+from harmony_lab.figures.link_load import link_load_spec
 from harmony_lab.figures.memory import memory_spec
-from harmony_lab.figures.swaps import swap_spec
+from harmony_lab.figures.profile import profile_figure
+from harmony_lab.figures.swaps import candidate_swap_spec, link_utilisation, swap_spec
 from harmony_lab.figures.timeline import TIMELINE_LEFT, compare_spec, timeline_spec
 from harmony_lab.notebook.plot import Plot
+from harmony_lab.notebook.weak import weakly
 from harmony_lab.trace import Trace
 
 if TYPE_CHECKING:
@@ -16,36 +22,121 @@ if TYPE_CHECKING:
 
 __all__ = ["Pictures"]
 
+Submit = Callable[[str, Callable[[], None]], None]
+
 
 class Pictures:
-    """Tabs of figures; any thread may call the ``show`` methods."""
+    """Tabs of figures, drawn when they are looked at; any thread may call the ``show`` methods.
 
-    def __init__(self) -> None:
-        self.timeline = Plot()
-        self.memory = Plot()
-        self.swaps = Plot()
+    ``submit(name, task)`` runs a task on another thread: drawing a tab that was opened.  ``candidate_traces``: the best
+    candidates' names and predicted iterations.  ``more``: further tabs by title, with what draws them.
+    """
+
+    def __init__(
+        self,
+        submit: Submit,
+        candidate_traces: Callable[[], tuple[Sequence[str], Sequence[Trace]]],
+        more: Sequence[tuple[str, Any, Callable[[], None]]] = (),
+    ) -> None:
+        self._submit = submit
+        self._candidate_traces = candidate_traces
+        self._lock = threading.Lock()
+        self._trace: Trace | None = None
+        self._frame: pandas.DataFrame | None = None
+        self._profile: Profile | None = None
+        self._measured: tuple[Trace, Trace] | None = None
+        self.timeline, self.memory = Plot(), Plot()
+        self.links, self.utilisation = Plot(), Plot()
+        self.swaps, self.candidate_swaps = Plot(), Plot()
         self.candidates = Plot()
+        self.layers = Plot()
         self.measured = Plot()
         self._unmeasured = ipywidgets.HTML("Launch the plan to see what was measured beside what was predicted.")
-        self._measured_box = ipywidgets.VBox([self._unmeasured, self.measured])
-        self.view = ipywidgets.Tab(
-            [
-                ipywidgets.VBox([self.timeline, self.memory]),
-                self.swaps,
-                self.candidates,
-                self._measured_box,
-            ],
-            titles=("Time and memory", "Swap volume", "Candidates", "Measured"),
-        )
+        tabs = [
+            ("Timeline", ipywidgets.VBox([self.timeline, self.memory]), self._draw_plan),
+            ("Links", ipywidgets.VBox([self.links, self.utilisation]), self._draw_links),
+            ("Swaps", ipywidgets.VBox([self.swaps, self.candidate_swaps]), self._draw_swaps),
+            ("Candidates", self.candidates, self._draw_candidates),
+            *more,
+            ("Layers", self.layers, self._draw_layers),
+            ("Measured", ipywidgets.VBox([self._unmeasured, self.measured]), self._draw_measured),
+        ]
+        self._titles = [title for title, _, _ in tabs]
+        self._draw = {title: draw for title, _, draw in tabs}
+        self._stale: set[str] = set()
+        self.view = ipywidgets.Tab([view for _, view, _ in tabs], titles=self._titles, selected_index=0)
+        self.view.observe(weakly(self._opened), "selected_index")
+
+    # -- what there is to draw --------------------------------------------------------------------------------------
 
     def show_plan(self, trace: Trace) -> None:
-        self.timeline.show(timeline_spec(trace))
-        self.memory.show(memory_spec(trace, left=TIMELINE_LEFT))  # one below the other, one time axis
-        self.swaps.show(swap_spec(trace))
+        self._trace = trace
+        self.outdate("Timeline", "Links", "Swaps")
 
     def show_candidates(self, frame: "pandas.DataFrame") -> None:
-        self.candidates.show(candidates_spec(frame))
+        self._frame = frame
+        self.outdate("Candidates", "Swaps")
+
+    def show_profile(self, profile: Profile) -> None:
+        self._profile = profile
+        self.outdate("Layers")
 
     def show_measured(self, predicted: Trace, measured: Trace) -> None:
-        self._unmeasured.value = ""
-        self.measured.show(compare_spec(predicted, measured))
+        self._measured = predicted, measured
+        self.outdate("Measured")
+
+    # -- when it is drawn -------------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> str:
+        """The title of the tab that is looked at."""
+        return self._titles[self.view.selected_index or 0]
+
+    def outdate(self, *titles: str) -> None:
+        """Draw those tabs anew: the open one now, on this thread, others once they are opened."""
+        with self._lock:
+            self._stale.update(titles)
+        self._draw_open()
+
+    def _opened(self, _: Any) -> None:
+        self._submit("open tab", self._draw_open)
+
+    def _draw_open(self) -> None:
+        title = self.open
+        with self._lock:
+            if title not in self._stale:
+                return
+            self._stale.remove(title)
+        self._draw[title]()
+
+    # -- the figures ------------------------------------------------------------------------------------------------
+
+    def _draw_plan(self) -> None:
+        if self._trace is not None:
+            self.timeline.show(timeline_spec(self._trace))
+            self.memory.show(memory_spec(self._trace, left=TIMELINE_LEFT))  # one below the other, one time axis
+
+    def _draw_links(self) -> None:
+        if self._trace is not None:
+            self.links.show(link_load_spec(self._trace))
+            self.utilisation.show(link_utilisation(self._trace).to_plotly_json())
+
+    def _draw_swaps(self) -> None:
+        if self._trace is not None:
+            self.swaps.show(swap_spec(self._trace))
+            names, traces = self._candidate_traces()
+            if names:
+                self.candidate_swaps.show(candidate_swap_spec(names, traces))
+
+    def _draw_candidates(self) -> None:
+        if self._frame is not None:
+            self.candidates.show(candidates_spec(self._frame))
+
+    def _draw_layers(self) -> None:
+        if self._profile is not None:
+            self.layers.show(profile_figure(self._profile).to_plotly_json())
+
+    def _draw_measured(self) -> None:
+        if self._measured is not None:
+            self._unmeasured.value = ""
+            self.measured.show(compare_spec(*self._measured))

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from harmony_lab.figures.spec import Spec, spec_json
 from harmony_lab.notebook.static_files import static_text
 
-__all__ = ["Plot"]
+__all__ = ["Plot", "packed_plotly"]
 
 
 class Plot(anywidget.AnyWidget):
@@ -51,11 +51,12 @@ class _PlotlyLibrary(anywidget.AnyWidget):
 
 
 def _send_plotly(library: Any, _content: Any, _buffers: Any) -> None:
-    library.send({}, buffers=[_packed_plotly()])
+    library.send({}, buffers=[packed_plotly()])
 
 
 @cache
-def _packed_plotly() -> bytes:
+def packed_plotly() -> bytes:
+    """plotly.js as it travels to a page."""
     # plotly.js is a script for CommonJS; around it goes what makes it a module.
     script = f"const module = {{exports: {{}}}};\n{get_plotlyjs()}\nexport default module.exports;\n"
     return zlib.compress(script.encode(), level=6)

@@ -3,6 +3,8 @@
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
+from harmony_lab.errors import HarmonyError
+from harmony_lab.figures.comparison import Side, change
 from harmony_lab.notebook.static_files import static_text
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.units import format_bytes, format_seconds
@@ -10,7 +12,19 @@ from harmony_lab.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from harmony_lab.lab import Preview
 
-__all__ = ["Tile", "Weighed", "error_html", "note_html", "stylesheet_html", "tiles", "tiles_html", "weighed"]
+__all__ = [
+    "Tile",
+    "Weighed",
+    "effect_html",
+    "error_html",
+    "error_words",
+    "note_html",
+    "side",
+    "stylesheet_html",
+    "tiles",
+    "tiles_html",
+    "weighed",
+]
 
 
 class Tile(NamedTuple):
@@ -33,32 +47,31 @@ def weighed(preview: "Preview") -> Weighed:
     return Weighed(preview, peak_bytes(preview.program))
 
 
+def side(name: str, plan: "Preview | Weighed") -> Side:
+    """A plan as one side of a comparison."""
+    preview, peaks = plan if isinstance(plan, Weighed) else weighed(plan)
+    return Side(name, str(preview.plan), preview.trace, peaks)
+
+
 def tiles(plan: Weighed, reference: Weighed) -> list[Tile]:
     """Step time, throughput, peak memory, swap volume and idle share, with the change against the reference."""
     preview, peaks = plan
     trace, before = preview.trace, reference.preview.trace
+    pace = preview.plan.minibatch_size / trace.makespan_s
+    pace_before = reference.preview.plan.minibatch_size / before.makespan_s
     budgets = preview.program.budgets
     tightest = max(range(len(budgets)), key=lambda device: peaks[device] / budgets[device])
     return [
-        Tile("step", format_seconds(trace.makespan_s), *_delta(trace.makespan_s, before.makespan_s)),
-        Tile("throughput", f"{preview.plan.minibatch_size / trace.makespan_s:.3g} samples/s"),
+        Tile("step", format_seconds(trace.makespan_s), *change(trace.makespan_s, before.makespan_s)),
+        Tile("throughput", f"{pace:.3g} samples/s", *change(pace, pace_before, more_is_worse=False)),
         Tile(
             f"peak on {trace.machine.devices[tightest].name}, at most",
             f"{format_bytes(peaks[tightest])} of {format_bytes(budgets[tightest])}",
-            *_delta(max(peaks), max(reference.peak_bytes)),
+            *change(max(peaks), max(reference.peak_bytes)),
         ),
-        Tile("swapped", format_bytes(trace.swap_bytes), *_delta(trace.swap_bytes, before.swap_bytes)),
+        Tile("swapped", format_bytes(trace.swap_bytes), *change(trace.swap_bytes, before.swap_bytes)),
         Tile("devices idle", f"{trace.bubble_fraction:.0%}", f"was {before.bubble_fraction:.0%}"),
     ]
-
-
-def _delta(value: float, before: float) -> tuple[str, bool | None]:
-    if not before:
-        return ("", None) if not value else ("from nothing", True)
-    change = value / before - 1
-    if abs(change) < 5e-4:
-        return "±0 %", None
-    return f"{change:+.1%}".replace("%", " %").replace("-", "−"), change > 0
 
 
 def tiles_html(shown: list[Tile], caption: str, problem: str | None) -> str:
@@ -78,6 +91,11 @@ def _delta_html(tile: Tile) -> str:
     return f'<small class="{tone}">{escape(tile.delta)}</small>'
 
 
+def effect_html(message: str) -> str:
+    """What a knob does, below it."""
+    return f'<div class="harmony-effect">{escape(message)}</div>' if message else ""
+
+
 def note_html(message: str) -> str:
     return f'<div class="harmony-note" role="status">{escape(message)}</div>' if message else ""
 
@@ -85,6 +103,11 @@ def note_html(message: str) -> str:
 def error_html(message: str) -> str:
     """A user error, its lines kept."""
     return f'<div class="harmony-error" role="alert">{escape(message)}</div>' if message else ""
+
+
+def error_words(error: Exception) -> str:
+    """Ours as they are: they say what to do; others with their kind."""
+    return str(error) if isinstance(error, HarmonyError) else f"{type(error).__name__}: {error}"
 
 
 def stylesheet_html() -> str:

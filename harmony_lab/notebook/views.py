@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from harmony_lab.notebook.shown import Bundle, Shown
@@ -11,9 +12,10 @@ if TYPE_CHECKING:
     from harmony_lab.lab import Lab
     from harmony_lab.run import Run
 
-__all__ = ["Views", "named"]
+__all__ = ["Views", "held", "named"]
 
 _LAB, _RUN = ("harmony_lab.lab", "Lab"), ("harmony_lab.run", "Run")
+_TRACE = ("harmony_lab.trace", "Trace")
 _HISTORY = ("In", "Out")
 _LAST_RESULTS = ("_", "__", "___")
 
@@ -44,18 +46,31 @@ class Views:
         formatter = self._shell.display_formatter.ipython_display_formatter
         formatter.for_type_by_name(*_LAB, self.show_lab)
         formatter.for_type_by_name(*_RUN, self.show_run)
+        self._formatters["text/html"].for_type_by_name(*_TRACE, _trace_html)
+        self._formatters["text/plain"].for_type_by_name(*_TRACE, lambda trace, page, _: page.text(str(trace)))
         self._shell.events.register("pre_run_cell", self.before_cell)
         self._shell.events.register("post_run_cell", self.after_cell)
 
     def unload(self) -> None:
         formatter = self._shell.display_formatter.ipython_display_formatter
         for module, name in (_LAB, _RUN):
-            if f"{module}.{name}" in formatter:
-                formatter.pop(f"{module}.{name}")
+            _take_away(formatter, module, name)
+        for mime in ("text/html", "text/plain"):
+            _take_away(self._formatters[mime], *_TRACE)
         self._shell.events.unregister("pre_run_cell", self.before_cell)
         self._shell.events.unregister("post_run_cell", self.after_cell)
         for lab in named(self._shell.user_ns).values():
             lab.close()
+
+    @property
+    def _formatters(self) -> Any:
+        return self._shell.display_formatter.formatters
+
+    def open_labs(self) -> "list[Lab]":
+        """Labs that have a name or are shown, each once."""
+        shown = [reference() for reference, _ in self._cells]
+        found: list[Any] = [*named(self._shell.user_ns).values(), *(lab for lab in shown if _is(_LAB, lab))]
+        return list({id(lab): lab for lab in found if not lab.closed}.values())
 
     # -- show -----------------------------------------------------------------------------------------------------
 
@@ -120,7 +135,7 @@ class Views:
         held = {id(value) for value in _held(self._shell.user_ns)} if replaced else set()
         for value in replaced:
             if id(value) not in held:
-                self._let_go(value)
+                self.let_go(value)
         self._names = {name: weakref.ref(value) for name, value in names.items()}
         for shown in list(self._shown.values()):
             shown.flush()
@@ -136,7 +151,8 @@ class Views:
             if value is not None and id(value) not in again:
                 yield value
 
-    def _let_go(self, value: Any) -> None:
+    def let_go(self, value: Any) -> None:
+        """Close it, put a static form in the place of its widgets, and clear IPython's history of it."""
         gone = [value]
         if _is(_LAB, value):
             value.close()
@@ -167,6 +183,15 @@ def named(namespace: Mapping[str, Any]) -> "dict[str, Lab]":
         if _is(_LAB, value) and not value.closed and value not in found.values():
             found[name] = value
     return found
+
+
+def held(namespace: Mapping[str, Any], kind: tuple[str, str]) -> Iterator[Any]:
+    """What of that kind, (module, class), names of the user's hold, by themselves or in a container; each once."""
+    seen: set[int] = set()
+    for value in _held(namespace):
+        if _is(kind, value) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
 
 
 def _is(kind: tuple[str, str], value: Any) -> bool:
@@ -205,6 +230,17 @@ def _forget(shell: Any, value: Any) -> None:
         if getattr(shell.displayhook, name, None) is value:
             setattr(shell.displayhook, name, "")  # as before the first result
             shell.user_ns[name] = ""
+
+
+def _take_away(formatter: Any, module: str, name: str) -> None:
+    if f"{module}.{name}" in formatter:
+        formatter.pop(f"{module}.{name}")
+
+
+def _trace_html(trace: Any) -> str:
+    from harmony_lab.figures.svg import memory_svg, timeline_svg
+
+    return f"<p>{escape(str(trace))}</p>{timeline_svg(trace)}{memory_svg(trace)}"
 
 
 def _static(value: Any) -> Bundle:

@@ -13,13 +13,17 @@ class Worker:
 
     A task submitted while one of the same name waits takes its place: of ten moves of a slider, the first and the last
     run.  ``on_error`` is told, on the thread, of what a task raises.  ``pause_s``: rest between tasks, so that a fast
-    source of events does not flood the page.
+    source of events does not flood the page.  ``delay_s``: rest before each, in which a newer task may still take its
+    place.
     """
 
-    def __init__(self, name: str, on_error: Callable[[Exception], None], *, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, name: str, on_error: Callable[[Exception], None], *, pause_s: float = 0.0, delay_s: float = 0.0
+    ) -> None:
         self._name = name
         self._on_error = on_error
         self._pause_s = pause_s
+        self._delay_s = delay_s
         self._changed = threading.Condition()
         self._waiting: dict[str, Task] = {}
         self._thread: threading.Thread | None = None
@@ -59,6 +63,8 @@ class Worker:
 
     def _next(self) -> Task | None:
         with self._changed:
+            if self._waiting and self._delay_s:
+                self._changed.wait_for(lambda: self._closed, self._delay_s)
             if not self._waiting:
                 self._thread = None
                 self._changed.notify_all()

@@ -212,6 +212,7 @@ def ranking() -> pandas.DataFrame:
             "swap_bytes": 20 * MIB,
             "peer_bytes": MIB,
             "bubble_fraction": 0.25,
+            "gap": 0.1 + 0.02 * rank,
         }
         for rank in range(12)
     )

@@ -79,7 +79,7 @@ def test_the_budget_is_dashed_and_an_overrun_is_red_with_what_is_too_much() -> N
 
 
 def test_the_figure_says_what_its_numbers_include() -> None:
-    assert INCLUDED in memory_timeline(pipeline_trace()).layout.title.text
+    assert INCLUDED in memory_timeline(pipeline_trace()).layout.title.text.replace("<br>", " ")
     assert "without framework context" in INCLUDED
 
 

@@ -33,6 +33,7 @@ def test_the_report_has_every_part() -> None:
         "Loss",
         "Timeline",
         "Memory",
+        "Links",
         "Swap volume",
         "Candidates",
         "Layers",
@@ -40,7 +41,7 @@ def test_the_report_has_every_part() -> None:
         assert f"<h2>{part}</h2>" in page
     assert "<th>predicted</th><th>measured</th>" in page
     assert str(PLAN) in page
-    assert page.count("<svg") == 6  # loss, two timelines, two memories, swaps
+    assert page.count("<svg") == 7  # loss, two timelines, two memories, links, swaps
     assert "<td>5.75 MiB</td><td>5.75 MiB</td>" in page
 
 
@@ -69,7 +70,7 @@ def test_what_is_not_there_yet_is_left_out() -> None:
     assert [section.title for section in sections] == ["Summary"]
     planned = training_sections(**{**everything(), "measured": None, "losses": []})
     assert "Loss" not in [section.title for section in planned]
-    assert sections_html(planned).count("<svg") == 3
+    assert sections_html(planned).count("<svg") == 4
 
 
 def test_sections_stand_in_the_order_given() -> None:

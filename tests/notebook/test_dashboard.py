@@ -12,8 +12,9 @@ import torch
 
 import harmony_lab as hl
 from harmony_lab.notebook.candidates import NONE_CHOSEN
-from harmony_lab.notebook.dashboard import Dashboard, _Requests
+from harmony_lab.notebook.dashboard import Dashboard
 from harmony_lab.notebook.plot import Plot, _carried
+from harmony_lab.notebook.requests import Requests
 
 PATIENCE_S = 60
 
@@ -29,6 +30,12 @@ def dashboard(lab: hl.Lab, batches: list[Any]) -> Iterator[Dashboard]:
 
 def turn(dashboard: Dashboard, knob: str, value: Any) -> None:
     dashboard.knobs.controls[knob].value = value
+    assert dashboard.settle(PATIENCE_S)
+
+
+def look_at(dashboard: Dashboard, tab: str) -> None:
+    """Open a tab, as the front end does."""
+    dashboard.pictures.view.selected_index = dashboard.pictures.view.titles.index(tab)
     assert dashboard.settle(PATIENCE_S)
 
 
@@ -123,11 +130,12 @@ def test_a_plan_that_does_not_fit_is_drawn_with_what_it_exceeds_and_not_launched
     assert dashboard.lab.predicted.program.budgets[0] < max(dashboard.lab.predicted.peak_bytes)
     assert "does not fit" in dashboard.figures.value
     assert dashboard.pictures.memory.figure["data"]
-    dashboard.launcher.launch.click()
-    assert dashboard.settle(PATIENCE_S)
-    assert dashboard.lab.run is None
-    assert "harmony-error" in dashboard.launcher.message.value
+    assert dashboard.launcher.launch.disabled
+    assert "does not fit" in dashboard.launcher.reason.value
+    assert dashboard.lab.chosen.problem in dashboard.launcher.launch.tooltip
+    turn(dashboard, "num_backward_packs", len(dashboard.lab.result.best.backward_packs))
     assert not dashboard.launcher.launch.disabled
+    assert dashboard.launcher.reason.value == ""
 
 
 def test_a_typed_plan_is_taken_and_a_broken_one_is_explained_beside_the_text(dashboard):
@@ -183,6 +191,8 @@ def test_launch_trains_with_the_plan_shown_and_stop_stops(dashboard, batches):
     assert "stopped" in panel.headline.value
     assert panel.curve.figure["data"][0]["y"]
     assert not dashboard.launcher.launch.disabled
+    assert not dashboard.pictures.measured.figure
+    look_at(dashboard, "Measured")
     assert dashboard.pictures.measured.figure["data"]
 
 
@@ -212,7 +222,7 @@ def test_a_run_launched_in_a_cell_appears(dashboard, batches):
 
 def test_closing_the_lab_ends_threads_and_leaves_the_last_state_visible(dashboard):
     dashboard.lab.close()
-    assert dashboard.settle(PATIENCE_S)
+    assert dashboard.settle_effects(PATIENCE_S)
     assert "closed" in dashboard.message.value
     assert dashboard.knobs.text.disabled
     assert dashboard.launcher.launch.disabled
@@ -223,7 +233,7 @@ def test_closing_the_lab_ends_threads_and_leaves_the_last_state_visible(dashboar
 def test_plotly_is_sent_when_a_page_asks_and_is_no_widgets_state(dashboard, monkeypatch):
     figures = [*vars(dashboard.pictures).values(), Plot()]
     plots = [figure for figure in figures if isinstance(figure, Plot)]
-    assert len(plots) == 6
+    assert len(plots) == 10
     (library,) = _carried
     assert max(len(widget.get_state()["_esm"]) for widget in [library, *plots]) < 10_000
     sent: list[Any] = []
@@ -246,6 +256,7 @@ def test_widgets_alone_do_not_keep_a_dashboard_or_its_run_alive(batches):
         lab.launch(batches, 1).wait(PATIENCE_S)
         assert dashboard.settle(PATIENCE_S)
         lab.close()
+        assert dashboard.settle_effects(PATIENCE_S)
         assert dashboard.launcher.panel.settle(PATIENCE_S)
         return weakref.ref(lab), weakref.ref(model), dashboard.view
 
@@ -258,7 +269,7 @@ def test_widgets_alone_do_not_keep_a_dashboard_or_its_run_alive(batches):
 
 def test_a_superseded_variation_that_arrives_late_is_not_taken_for_a_choice_from_elsewhere():
     plans = [hl.Plan.parse(f"dp minibatch=8 forward=1[] backward={size}[0:4] devices=0") for size in (1, 2, 4)]
-    requests = _Requests()
+    requests = Requests()
     first, second = requests.next_number(), requests.next_number()
     requests.asked(plans[0], first)
     requests.asked(plans[1], second)

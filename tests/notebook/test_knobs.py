@@ -4,8 +4,9 @@ import pytest
 import toy_profiles
 
 from harmony_lab.errors import PlanError
-from harmony_lab.notebook.knobs import Knobs, microbatch_choices
+from harmony_lab.notebook.knobs import Knobs, cuts_text, microbatch_choices, parse_cuts
 from harmony_lab.plan import Mode, Pack, Plan
+from harmony_lab.preview import recut
 
 PLAN = Plan.parse("dp minibatch=8 forward=2[0:1,1:5] backward=4[0:2,2:5,5:8] devices=0,1 prefetch=1 peer=on update=jit")
 PROFILE = toy_profiles.profile(8)
@@ -58,3 +59,44 @@ def test_microbatch_choices_are_what_the_profile_covers_and_the_size_at_hand():
     assert microbatch_choices(PROFILE, 6) == (1, 2, 3, 4, 5, 6)
     assert microbatch_choices(PROFILE, 64) == tuple(range(1, 9))
     assert microbatch_choices(PROFILE, 64, 12)[-1] == 12
+
+
+STAYING = Plan.parse(
+    "dp minibatch=8 forward=4[0:2,2:5] backward=4[0:2,2:5,5:8] devices=0,1 resident=0:2,2:5 kept=2:5 stash=2,5"
+)
+
+
+def test_what_stays_on_the_devices_is_kept_where_it_can():
+    turned = Knobs.of(STAYING).turn(prefetch=0).apply(STAYING, PROFILE)
+    assert turned == STAYING.with_(prefetch=0)
+    smaller = Knobs.of(STAYING).turn(forward_microbatch_size=2).apply(STAYING, PROFILE)
+    assert (smaller.resident_packs, smaller.kept_packs, smaller.device_stash) == (STAYING.resident_packs, (), ())
+
+
+def test_forward_packs_that_were_the_backward_packs_follow_them():
+    turned = Knobs.of(STAYING).turn(num_backward_packs=4).apply(STAYING, PROFILE)
+    assert turned.forward_packs == turned.backward_packs[:-1]
+    assert turned.resident_packs == turned.forward_packs[-2:]
+    assert turned.kept_packs == turned.forward_packs[-1:]
+    moved = recut(STAYING, backward_cuts=(3, 6))
+    assert moved.forward_packs == moved.resident_packs == (Pack(0, 3), Pack(3, 6))
+
+
+def test_counts_of_what_stays_take_the_last_ones():
+    turned = Knobs.of(STAYING).turn(num_resident_packs=1, num_stashed=1).apply(STAYING, PROFILE)
+    assert (turned.resident_packs, turned.kept_packs, turned.device_stash) == ((Pack(2, 5),), (Pack(2, 5),), (5,))
+    assert Knobs.of(turned).turn(num_resident_packs=0).apply(turned, PROFILE).kept_packs == ()
+
+
+def test_data_parallel_plans_are_not_mirrored():
+    mirrored = Plan.parse("pp minibatch=8 forward=4[0:2,2:5] backward=4[0:2,2:5,5:8] devices=0,1 mirrored=on")
+    assert not Knobs.of(mirrored).turn(mode=Mode.DP).apply(mirrored, PROFILE).mirrored
+
+
+def test_cuts_are_read_and_written():
+    assert parse_cuts("2, 4 6", 8) == (2, 4, 6)
+    assert parse_cuts("every 3", 8) == (3, 6)
+    assert parse_cuts("  ", 8) == ()
+    assert parse_cuts(cuts_text((1, 5)), 8) == (1, 5)
+    with pytest.raises(PlanError, match="like '2, 4, 6'"):
+        parse_cuts("2-4", 8)

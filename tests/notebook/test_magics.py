@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 import harmony_lab as hl
+from harmony_lab.planner.baselines import BASELINES
 from harmony_lab.run import Run
 
 
@@ -85,6 +87,10 @@ def test_lab_and_profile_of_named_things(shell, lab, batches):
         ("launch nowhere", "there is no 'nowhere' in this notebook"),
         ("profile net", "give MODEL and BATCH"),
         ("stop --steps 3", "unrecognized arguments"),
+        ("launch loader --steps many", "a whole number of at least 1 was expected, got 'many'"),
+        ("trace", "a cell of its own starts with %%harmony trace"),
+        ("report 'x", "close the quotation"),
+        ("machine 4x9999", "there is no preset for a GPU called '9999'"),
     ],
 )
 def test_mistakes_are_one_line_with_the_cure(shell, line, message):
@@ -114,10 +120,107 @@ def test_several_labs_must_be_told_apart(shell, lab, batches):
     other.close()
 
 
-def test_commands_and_names_are_completed(shell):
+def test_commands_names_and_options_are_completed(shell):
     shell.user_ns["train_loader"] = []
     assert "report" in completions(shell, "%harmony rep")
+    assert "trace" in completions(shell, "%%harmony tr")
     assert "train_loader" in completions(shell, "%harmony launch train_l")
+    assert {"train_loader", "--steps"} <= completions(shell, "%harmony launch ")
+    assert completions(shell, "%harmony launch --st") & {"--steps", "steps"}
+
+
+def test_a_machine_is_described_by_preset_or_options(shell):
+    assert harmony(shell, "machine 4x4090, pcie4 x8 behind 2 switches").num_devices == 4
+    described = harmony(shell, "machine --devices 3 --memory 8MiB")
+    assert described == hl.Machine.emulated(3, memory="8MiB")
+
+
+def test_a_lab_for_a_preset_machine(shell, lab, batches):
+    shell.user_ns.update(net=lab.layers.model, first=batches[0], mse=torch.nn.functional.mse_loss)
+    made = harmony(shell, "lab net first --minibatch 8 --loss mse --machine 2x4090")
+    assert made.machine == hl.Machine.preset("2x4090")
+    made.close()
+
+
+def test_plans_are_compared_by_rank_name_and_text(shell, lab):
+    shell.user_ns["lab"] = lab.prepare()
+    shell.user_ns["mine"] = lab.result.best.with_(prefetch=0)
+    table = harmony(shell, "compare")
+    assert len(table) == len(lab.result.candidates) + len(BASELINES)
+    assert table["times_the_best"].min() == 1.0
+    assert table[table["step_s"].isna()]["note"].str.len().gt(10).all()  # why a baseline is not possible
+    assert "zero-infinity order" in repr(harmony(shell, "compare 0 'zero-infinity order'"))
+    ranks = harmony(shell, "compare 0 1")
+    assert ranks.b.trace.makespan_s == lab.preview(lab.result.candidates[1].plan).trace.makespan_s
+    named = harmony(shell, f"compare mine '{lab.result.best}'")
+    assert named.a.plan == str(lab.result.best.with_(prefetch=0))
+    assert named.b.plan == str(lab.result.best)
+    assert repr(named).splitlines()[0].split() == ["A:", "mine", "B:", "the", "plan", "given", "B", "against", "A"]
+    assert named.to_frame().index[0] == "step"
+    assert named._repr_html_().count("<svg") == 4
+
+
+def test_free_closes_labs_and_trainers_and_says_so(shell, lab, batches):
+    other = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    layers = hl.decompose(other, batches[0], torch.nn.functional.mse_loss)
+    machine = hl.Machine.emulated(1, memory="1MiB")
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    plan = "pp minibatch=8 forward=8[] backward=8[0:1] devices=0"
+    trainer = hl.Trainer(layers, optimizer, plan, machine)
+    run = lab.launch(batches, 100_000)
+    shell.user_ns.update(lab=lab, kept=[trainer])
+    freed = harmony(shell, "free")
+    assert repr(freed) == "closed 1 Lab and 1 Trainer"
+    assert lab.closed
+    assert not run.active
+    with pytest.raises(hl.HarmonyError):
+        trainer.step(batches[0])
+
+
+CELL = """
+with hl.Trainer(layers, adam, plan, machine, profile=measured) as trainer:
+    for batch in batches:
+        trainer.step(batch)
+"""
+
+
+def test_a_traced_cell_gives_the_last_step_it_measured(shell, lab, batches):
+    lab.prepare()
+    shell.user_ns.update(
+        hl=hl, layers=lab.layers, adam=lab.optimizer, plan=lab.plan, machine=lab.machine, measured=lab.profile
+    )
+    shell.user_ns["batches"] = batches
+    trace = shell.run_cell_magic("harmony", "trace", CELL)
+    assert trace is shell.user_ns["trainer"].last_trace
+    assert trace.origin == "measured"
+    shown = shell.display_formatter.format(trace)[0]
+    assert shown["text/plain"] == str(trace)
+    assert shown["text/html"].count("<svg") == 2
+
+
+def test_a_traced_launch_is_waited_for(shell, lab, batches):
+    shell.user_ns.update(lab=lab, batches=batches)
+    trace = shell.run_cell_magic("harmony", "trace", "run = lab.launch(batches, 3)")
+    assert len(shell.user_ns["run"].losses) == 3
+    assert trace is shell.user_ns["run"].trace
+
+
+def test_a_traced_cell_without_a_step_says_what_to_do(shell):
+    with pytest.raises(UsageError, match="no training step was taken"):
+        shell.run_cell_magic("harmony", "trace", "1 + 1")
+
+
+def test_an_error_in_a_traced_cell_is_the_users(shell):
+    with pytest.raises(ZeroDivisionError):
+        shell.run_cell_magic("harmony", "trace", "1 / 0")
+
+
+def test_machines_and_previews_are_short_where_there_is_no_page(lab):
+    lab.prepare()
+    assert repr(lab.machine) == f"<Machine {lab.machine}>"
+    assert len(repr(lab.chosen).splitlines()) == 2
+    assert str(lab.plan) in repr(lab.chosen)
+    assert lab.chosen._repr_html_().count("<svg") == 2
 
 
 def test_unloading_takes_everything_away_and_closes_labs(lab, batches):

@@ -75,3 +75,21 @@ def test_closing_drops_what_waits():
     go_on.set()
     assert worker.wait_idle(10)
     assert ran == []
+
+
+def test_a_delayed_task_is_replaced_while_it_waits():
+    worker = Worker("test", fail, delay_s=0.2)
+    ran: list[int] = []
+    for number in range(3):
+        worker.submit("weigh", lambda number=number: ran.append(number))
+    assert worker.wait_idle(10)
+    assert ran == [2]
+
+
+def test_closing_ends_the_delay():
+    worker = Worker("test", fail, delay_s=60)
+    ran: list[int] = []
+    worker.submit("weigh", lambda: ran.append(1))
+    worker.close()
+    assert worker.wait_idle(10)
+    assert ran == []

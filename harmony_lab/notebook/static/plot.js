@@ -7,6 +7,7 @@ function meetingPoint() {
 }
 const library = (globalThis[Symbol.for("harmony_lab.plotly")] ??= meetingPoint());
 
+const ALARM = ["#D6273B", "#FF7B84"]; // text in red on a light page, and one as readable on a dark page
 const CONFIG = { displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "toImage"] };
 
 function inkOfTheme(fallback) {
@@ -15,7 +16,8 @@ function inkOfTheme(fallback) {
 
 async function unpacked(view) {
   const stream = new Blob([view]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return JSON.parse(await new Response(stream).text());
+  const text = await new Response(stream).text();
+  return JSON.parse(document.body.dataset.jpThemeLight === "false" ? text.replaceAll(...ALARM) : text);
 }
 
 async function render({ model, el }) {

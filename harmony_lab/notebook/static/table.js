@@ -1,15 +1,16 @@
-// A table of which one row is chosen, by mouse or keyboard: each row starts with a radio button.
+// A table of which one row is chosen, by mouse or keyboard: each row starts with a radio button; headings sort.
 let tables = 0;
 
-function cell(tag, text) {
+function cell(tag, ...content) {
   const element = document.createElement(tag);
-  element.textContent = text;
+  element.append(...content);
   return element;
 }
 
 function render({ model, el }) {
   el.classList.add("harmony-table");
   const group = `harmony-table-${tables++}`;
+  let sorted = null; // {column, sign}, or as they come: best first
 
   const choose = (index) => {
     model.set("selected", index);
@@ -23,25 +24,46 @@ function render({ model, el }) {
     radio.dataset.lmSuppressShortcuts = "true"; // or JupyterLab takes the arrow keys to move among cells
     radio.addEventListener("change", () => choose(index));
     line.addEventListener("click", () => choose(index));
+    line.dataset.index = index;
     line.append(document.createElement("td"), ...texts.map((text) => cell("td", text)));
     line.firstChild.append(radio);
     return line;
   };
 
   const mark = () => {
-    el.querySelectorAll("tbody tr").forEach((line, index) => {
-      const chosen = index === model.get("selected");
+    el.querySelectorAll("tbody tr").forEach((line) => {
+      const chosen = Number(line.dataset.index) === model.get("selected");
       line.classList.toggle("harmony-chosen", chosen);
       line.querySelector("input").checked = chosen;
     });
+  };
+
+  const heading = (name, column) => {
+    const button = cell("button", name);
+    button.type = "button";
+    button.title = "sort; once more: the other way";
+    button.addEventListener("click", () => {
+      sorted = { column, sign: sorted?.column === column ? -sorted.sign : 1 };
+      draw();
+      el.querySelectorAll("th button")[column].focus();
+    });
+    const made = cell("th", button);
+    if (sorted?.column === column) made.setAttribute("aria-sort", sorted.sign > 0 ? "ascending" : "descending");
+    return made;
   };
 
   const draw = () => {
     const table = document.createElement("table");
     table.setAttribute("aria-label", "candidates, best first");
     const head = table.createTHead().insertRow();
-    head.append(cell("th", ""), ...model.get("columns").map((name) => cell("th", name)));
-    table.createTBody().append(...model.get("rows").map(row));
+    head.append(document.createElement("th"), ...model.get("columns").map(heading));
+    const rows = model.get("rows").map(row);
+    const values = model.get("values");
+    if (sorted) {
+      const key = (line) => values[Number(line.dataset.index)][sorted.column];
+      rows.sort((a, b) => sorted.sign * (key(a) - key(b)));
+    }
+    table.createTBody().append(...rows);
     el.replaceChildren(table);
     mark();
   };

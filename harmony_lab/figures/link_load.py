@@ -1,0 +1,105 @@
+"""Link load: how much of every link's capacity is used when, as a heatmap over one iteration."""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from harmony_lab.figures.scales import time_unit
+from harmony_lab.figures.spec import Spec
+from harmony_lab.figures.theme import SEQUENTIAL, looks
+from harmony_lab.machine import Direction, Hop
+from harmony_lab.trace import Trace
+from harmony_lab.units import format_rate
+
+__all__ = ["LinkLoad", "hop_name", "link_load", "link_load_spec"]
+
+_STRETCHES: Final = 240
+_Floats = npt.NDArray[np.float64]
+
+
+class LinkLoad(NamedTuple):
+    """``num_bytes[hop, i]`` over that link and direction between ``edges_s[i]`` and ``edges_s[i + 1]``."""
+
+    hops: tuple[Hop, ...]
+    edges_s: _Floats
+    num_bytes: _Floats
+    capacities: _Floats  # bytes per second, by hop
+
+    @property
+    def shares(self) -> _Floats:
+        """Of what the link could have carried in that time."""
+        possible = self.capacities[:, None] * np.diff(self.edges_s)[None, :]
+        result: _Floats = np.divide(self.num_bytes, possible, out=np.zeros_like(self.num_bytes), where=possible > 0)
+        return result
+
+
+def link_load(trace: Trace, *, num_stretches: int = _STRETCHES) -> LinkLoad:
+    """Bytes over every link in equally long stretches of the iteration; an op's bytes are spread evenly over its time.
+
+    Links that carry nothing are left out.
+    """
+    moves: dict[Hop, list[tuple[int, int]]] = {}
+    for number in range(len(trace.program.ops)):
+        for transfer in trace.program.transfers(number):
+            for hop in trace.machine.route(transfer.source, transfer.destination):
+                moves.setdefault(hop, []).append((number, transfer.num_bytes))
+    hops = tuple(sorted(moves, key=lambda hop: (hop.link, hop.direction)))
+    edges = np.linspace(0.0, trace.makespan_s, num_stretches + 1)
+    least_s = (trace.makespan_s / num_stretches or 1.0) * 1e-3  # a copy that took no time still has a place
+    rows = []
+    for hop in hops:
+        numbers, num_bytes = (np.array(column) for column in zip(*moves[hop], strict=True))
+        start = trace.start_s[numbers]
+        rows.append(np.diff(_carried(start, np.maximum(trace.end_s[numbers], start + least_s), num_bytes, edges)))
+    capacities = np.array([trace.machine.capacities[hop] for hop in hops])
+    return LinkLoad(hops, edges, np.array(rows).reshape(len(hops), num_stretches), capacities)
+
+
+def _carried(start_s: _Floats, end_s: _Floats, num_bytes: npt.NDArray[np.int64], at_s: _Floats) -> _Floats:
+    """Bytes carried until each of the times: the sum of ramps, one per transfer."""
+    rate = num_bytes / (end_s - start_s)
+    times = np.concatenate([start_s, end_s])
+    order = np.argsort(times, kind="stable")
+    slope = np.concatenate([rate, -rate])[order].cumsum()
+    times = times[order]
+    total = np.concatenate([[0.0], (slope[:-1] * np.diff(times)).cumsum()])
+    carried: _Floats = np.interp(at_s, times, total, left=0.0)
+    return carried
+
+
+def hop_name(hop: Hop) -> str:
+    """``"host-switch ↓"``: an arrow down leads away from the host."""
+    return f"{hop.link} {'↓' if hop.direction is Direction.DOWN else '↑'}"
+
+
+def link_load_spec(trace: Trace, *, left: int = 130) -> Spec:
+    """A row per link and direction, time to the right, dark where the link is full."""
+    load = link_load(trace)
+    unit = time_unit(trace.makespan_s)
+    layout = looks(title="Link load over time", height=125 + 26 * max(2, len(load.hops)), legend=False, left=left)
+    if not load.hops:
+        note = {"text": "nothing is moved", "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
+        return {"data": [], "layout": layout | {"annotations": [note]}}
+    length_s = float(load.edges_s[1] - load.edges_s[0])
+    rates = load.capacities.tolist()
+    heat = {
+        "type": "heatmap",
+        "x0": length_s / 2 / unit.size,
+        "dx": length_s / unit.size,
+        "y": [f"{hop_name(hop)}  {format_rate(rate)}" for hop, rate in zip(load.hops, rates, strict=True)],
+        "z": load.shares.astype(np.float32),
+        "zmin": 0.0,
+        "zmax": 1.0,
+        "colorscale": [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)],
+        "colorbar": {"tickformat": ".0%", "thickness": 12, "outlinewidth": 0, "nticks": 3},
+        "ygap": 3,
+        "hovertemplate": f"%{{y}}<br>%{{x:.4~g}} {unit.name}: %{{z:.0%}} used<extra></extra>",
+    }
+    layout["xaxis"] = {
+        "title": {"text": f"time ({unit.name})"},
+        "range": [0, trace.makespan_s / unit.size * 1.005 or 1.0],
+        "showgrid": False,
+    }
+    layout["yaxis"] = {"autorange": "reversed", "showgrid": False, "type": "category", "fixedrange": True}
+    return {"data": [heat], "layout": layout}

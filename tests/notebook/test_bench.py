@@ -1,0 +1,31 @@
+"""The benchmark of the dashboard, on a small model: what is counted, and what must hold on any."""
+
+import comm
+import numpy as np
+import pytest
+from figures.pipelines import pipeline_trace
+
+from harmony_lab.bench.notebook import bench_notebook, repeated
+
+
+def test_the_dashboard_stays_within_its_budgets(lab):
+    before = comm.create_comm
+    found = bench_notebook(lab, num_turns=4)
+    assert comm.create_comm is before
+    assert 1_000_000 < found["open_bytes"] < 6_000_000  # with plotly.js
+    assert 0 < found["knob_bytes_median"] < 300_000
+    assert 0 < found["saved_bytes"] < 1_000_000
+    assert 0 < found["knob_ms_median"] <= found["knob_ms_worst"]
+    assert found["draw_100k_s"] > 0
+
+
+def test_repeated_iterations_follow_each_other():
+    trace = pipeline_trace()
+    many = repeated(trace, 3)
+    count = len(trace.program.ops)
+    assert many.makespan_s == pytest.approx(3 * trace.makespan_s)
+    assert many.program.ops[count + 3].after == (count, count + 1)
+    assert many.start_s[count] == pytest.approx(trace.makespan_s)
+    assert many.swap_bytes == 3 * trace.swap_bytes
+    assert np.all(np.diff(many.memory[0].times_s) >= 0)
+    assert many.peak_bytes == trace.peak_bytes
