@@ -42,12 +42,13 @@ def problem_bound(
     *,
     modes: Collection[Mode] = tuple(Mode),
     overlapping: bool = True,
+    peers_only: bool = True,
 ) -> float:
-    """No plan of these modes that updates on the host is faster.
+    """No plan of these modes on all devices that updates on the host is faster.
 
     Per layer the best time per sample over all measured sizes, forward once and backward once, spread evenly over the
     devices; every weight in once; every gradient out once.  ``overlapping`` False: plans with ``prefetch=0`` whose
-    packs all come and go, see ``_serial_bound``.
+    packs all come and go, see ``_serial_bound``; ``peers_only``: with peer transfers where the machine has them.
     """
     profile = costs.profile
     total = 0.0
@@ -72,11 +73,11 @@ def problem_bound(
         _update_seconds(costs),
     )
     if not overlapping and modes and not profile.first_trainable_layer:
-        bound = max(bound, min(_serial_bound(costs, machine, minibatch_size, mode) for mode in modes))
+        bound = max(bound, min(_serial_bound(costs, machine, minibatch_size, mode, peers_only) for mode in modes))
     return bound
 
 
-def _serial_bound(costs: PackCosts, machine: Machine, minibatch_size: int, mode: Mode) -> float:
+def _serial_bound(costs: PackCosts, machine: Machine, minibatch_size: int, mode: Mode, peers_only: bool) -> float:
     """Where nothing is fetched ahead, a device fetches, computes and gives back in turn.
 
     For each largest microbatch size: the least computing, for each of the fewest packs that fit the release of its
@@ -88,7 +89,11 @@ def _serial_bound(costs: PackCosts, machine: Machine, minibatch_size: int, mode:
     samples = -(-minibatch_size // devices) if is_dp else minibatch_size
     down = max(_alone(machine, HOST, device) for device in range(devices))
     up = max(_alone(machine, device, HOST) for device in range(devices))
-    peer = max([_alone(machine, 0, device) for device in range(1, devices)], default=np.inf)
+    pairs = [(a, b) for a in range(devices) for b in range(devices) if a != b]
+    peer = max((_alone(machine, *pair) for pair in pairs), default=np.inf)
+    reduces = peers_only and machine.peer_transfers
+    if not reduces:
+        peer = max(peer, down)
     release_s = min(device.release_s for device in machine.devices)
     budget = max(machine.budgets)
     value = min([costs.boundary_bytes(b, 1) for b in range(1, count)], default=0) * samples
@@ -118,7 +123,7 @@ def _serial_bound(costs: PackCosts, machine: Machine, minibatch_size: int, mode:
     if not is_dp:
         return found / devices
     num_bytes = costs.gradient_bytes(0, count)
-    if devices > 1 and machine.peer_transfers:
+    if devices > 1 and reduces:
         found += 2 * (devices - 1) / devices * num_bytes / peer
     return found + num_bytes / up
 

@@ -21,9 +21,10 @@ from harmony_lab.units import format_bytes
 __all__ = ["Candidates", "Tuple4", "microbatch_sizes"]
 
 _MORE_PACKS = 7  # numbers of packs looked at above the least that fits, beside two rounds of the devices
-_PROMISING = 8  # of backward's, those for which all of forward's are looked at
-_REFINED, _REFINED_MORE = 32, 4  # candidates whose edges are moved a little, and more
-_STEPS, _MORE_STEPS = 40_000, 200_000  # microbatches of packs in forecasts, to move one candidate's edges
+_PROMISING, _FEW_PAIRS = 8, 24  # of backward's, those for which all of forward's are looked at; all if no more than few
+_ALL_SIZES = 6  # so few sizes are all looked at, else only those that cut the minibatch evenly
+_REFINED, _REFINED_MORE = 24, 3  # candidates whose edges are moved a little, and more
+_STEPS, _MORE_STEPS = 30_000, 200_000  # microbatches of packs in forecasts, to move one candidate's edges
 _LEAST_TRIES = 20
 
 
@@ -46,8 +47,10 @@ class Tuple4(NamedTuple):
 
 
 def microbatch_sizes(costs: PackCosts, shares: set[int], *, largest: int) -> list[int]:
-    """The smallest size for every number of microbatches, up to ``largest``, that leaves no rest smaller than what was
-    measured in any of the shares; if all do, any that does not."""
+    """Sizes up to ``largest`` that leave no rest smaller than what was measured in any of the shares.
+
+    Of many only the smallest for every number of microbatches.
+    """
     smallest = costs.profile.microbatch_sizes[0]
     most = max(shares)
     usable = [
@@ -55,6 +58,8 @@ def microbatch_sizes(costs: PackCosts, shares: set[int], *, largest: int) -> lis
         for size in range(smallest, min(most, largest) + 1)
         if all(min(share, share % size or size) >= smallest for share in shares)
     ]
+    if len(usable) <= _ALL_SIZES:
+        return usable
     even = {-(-most // count) for count in range(1, most + 1)} | {min(most, largest)}
     return [size for size in usable if size in even] or usable
 
@@ -116,13 +121,16 @@ class Candidates:
     def best(self, count: int) -> list[Tuple4]:
         """The most promising ``count``, best first."""
         coarse = self._forecasts(self._coarse())
-        promising = list(dict.fromkeys((row[2], row[3]) for _, row in coarse))[:_PROMISING]
+        pairs = list(dict.fromkeys((row[2], row[3]) for _, row in coarse))
+        promising = pairs if len(pairs) <= _FEW_PAIRS else pairs[:_PROMISING]
         rows = {row: seconds for seconds, row in coarse}
         rows |= {row: seconds for seconds, row in self._forecasts([r for pair in promising for r in self._fine(*pair)])}
         ordered = sorted(rows, key=lambda row: rows[row])
-        moved = sorted(self._refined(row) for row in ordered[: max(count, _REFINED)])
+        moved = sorted(self._refined(row) for row in ordered[:_REFINED])
         best = [self._moved(four, _MORE_STEPS) for four in moved[:_REFINED_MORE]]
-        return sorted(dict.fromkeys([*best, *moved[_REFINED_MORE:]]))[:count]
+        few = ordered[: count if len(ordered) <= count else _REFINED]
+        others = [self._balanced(row, rows[row]) for row in few]
+        return list(dict.fromkeys(sorted([*best, *moved[_REFINED_MORE:], *others])))[:count]
 
     def mirrored(self) -> list[Tuple4]:
         """The same packs forward and backward (``staying.mirror``), for every size and number, most promising first."""
@@ -213,22 +221,36 @@ class Candidates:
         rests = [share % size or size for size in known]
         return np.array([known.index(rest) if rest in known else z for z, rest in enumerate(rests)])
 
-    def _refined(self, row: tuple[int, int, int, int]) -> Tuple4:
+    def _balanced(self, row: tuple[int, int, int, int], seconds: float) -> Tuple4:
+        """The candidate with packs of equal times."""
         y, num_forward, z, num_backward = row
         tables = self.tables
-        num_layers = len(self.costs.profile)
         forward, backward = np.zeros(num_forward + 1, dtype=np.int64), np.zeros(num_backward + 1, dtype=np.int64)
         both = tables.recompute_s[z] + tables.backward_s[z]
-        cut(both, tables.backward_reach[z], 0, num_layers, num_backward, backward)
+        cut(both, tables.backward_reach[z], 0, len(self.costs.profile), num_backward, backward)
         if num_forward:
             cut(tables.forward_s[y], tables.forward_reach[y], 0, int(backward[-2]), num_forward, forward)
+        sizes = self._sizes
+        return Tuple4(seconds, sizes[y], tuple(forward.tolist()), sizes[z], tuple(backward.tolist()))
+
+    def _refined(self, row: tuple[int, int, int, int]) -> Tuple4:
+        """The candidate with its last pack moved, and then all edges a little."""
+        balanced = self._balanced(row, np.inf)
+        y, num_forward, z, _ = row
+        forward, backward = np.array(balanced.forward_edges), np.array(balanced.backward_edges)
         if num_forward:
             slide(
-                tables, self.setting, forward, y, backward, z, self._rests, self._tries(forward, y, backward, z, _STEPS)
+                self.tables,
+                self.setting,
+                forward,
+                y,
+                backward,
+                z,
+                self._rests,
+                self._tries(forward, y, backward, z, _STEPS),
             )
-        return self._moved(
-            Tuple4(np.inf, self._sizes[y], tuple(forward.tolist()), self._sizes[z], tuple(backward.tolist())), _STEPS
-        )
+        moved = balanced._replace(forward_edges=tuple(forward.tolist()), backward_edges=tuple(backward.tolist()))
+        return self._moved(moved, _STEPS)
 
     def _moved(self, four: Tuple4, steps: int) -> Tuple4:
         """The candidate with its edges moved for so many steps of forecasts."""

@@ -14,7 +14,8 @@ from harmony_lab.compiled import Bool, Float, Floats, Int, Ints, compiled
 __all__ = ["Setting", "Sized", "cut", "forecast", "refine", "slide", "survey"]
 
 
-_HOPELESS = 1.01  # a candidate whose bound is so much above the best forecast is not looked at
+_HOPELESS = 1.005  # a candidate whose bound is so much above the best forecast is not looked at,
+_FEW = 400  # but where there are no more than these
 
 
 class Sized(NamedTuple):
@@ -316,7 +317,7 @@ def survey(t: Sized, p: Setting, rests: Ints, wanted: Ints, found: Floats) -> No
             bounds[row] = _at_least(t, p, forward_z, backward_z, stop, num_forward + num_backward)
     best = np.inf
     for row in np.argsort(bounds):
-        if bounds[row] > best * _HOPELESS or bounds[row] == np.inf:
+        if bounds[row] == np.inf or (len(wanted) > _FEW and bounds[row] > best * _HOPELESS):
             return
         forward_z, num_forward, backward_z, num_backward = wanted[row]
         cut(both[backward_z], t.backward_reach[backward_z], 0, num_layers, num_backward, backward)

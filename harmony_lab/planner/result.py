@@ -1,17 +1,16 @@
 """SearchResult: the plans that a search has found, what it says of them and why others were not possible."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harmony_lab.costs import Profile
-from harmony_lab.machine import HOST, Direction, Machine
+from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
 from harmony_lab.planner.check import peak_bytes
+from harmony_lab.planner.explain import Advice, advice, what_binds
 from harmony_lab.planner.lower import lower
-from harmony_lab.program import Stream
 from harmony_lab.simulator.engine import run
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes, format_seconds
@@ -19,7 +18,10 @@ from harmony_lab.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Candidate", "Rejected", "SearchResult", "what_binds"]
+__all__ = ["Candidate", "Rejected", "SearchResult"]
+
+_HELPS_TOLD = 2
+_NO_GAP = 0.0005
 
 
 class _Details(NamedTuple):
@@ -101,14 +103,36 @@ class SearchResult:
         """How much longer the best plan takes than the lower bound: 0.1 is 10 %."""
         return self.candidates[0].step_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0
 
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """What would make the best plan faster, most useful first."""
+        best = self.candidates[0]
+        return advice(best.plan, best.profile, best.machine)
+
     def explain(self) -> str:
-        """What binds the best plan, in a sentence; and whether it is plain training."""
-        sentence = what_binds(self.best_trace, self.candidates[0].peak_bytes)
-        if len(self.best.backward_packs) == 1:
-            sentence += (
-                "  The whole model is one pack: weights come in once, gradients go out once, nothing else moves."
+        """What binds the best plan, how far it is from the bound, whether it is plain training, and what would help."""
+        return self._explanation
+
+    @cached_property
+    def _explanation(self) -> str:
+        best = self.candidates[0]
+        sentences = [what_binds(best.plan, self.best_trace, best.peak_bytes), self._distance()]
+        if len(best.plan.backward_packs) == 1:
+            sentences.append(
+                "The whole model is one pack, as in plain training: weights come in once, gradients go out once, "
+                "nothing else moves."
             )
-        return sentence
+        if self.advice:
+            sentences.append(f"What would help: {'; '.join(map(str, self.advice[:_HELPS_TOLD]))}.")
+        return "  ".join(sentences)
+
+    def _distance(self) -> str:
+        if not self.lower_bound_s:
+            return "There is no lower bound to compare with."
+        bound = format_seconds(self.lower_bound_s)
+        if self.gap < _NO_GAP:
+            return f"No such plan can be faster: the lower bound is {bound}."
+        return f"The step is {self.gap:.1%} above {bound}, a bound that no plan of these modes and switches can beat."
 
     def to_frame(self) -> "pandas.DataFrame":
         """A row per candidate, best first."""
@@ -134,6 +158,37 @@ class SearchResult:
             for rank, candidate in enumerate(self.candidates)
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary: candidates, bound, rejected plans and the explanation, for other programs to
+        read."""
+        best = self.candidates[0]
+        return {
+            "schema": "harmony_lab.search_result",
+            "version": 1,
+            "model": best.profile.model,
+            "machine": best.machine.to_json(),
+            "minibatch_size": best.plan.minibatch_size,
+            "lower_bound_s": self.lower_bound_s,
+            "gap": self.gap,
+            "explanation": self.explain(),
+            "advice": [one._asdict() for one in self.advice],
+            "candidates": [
+                {
+                    "plan": candidate.plan.to_json(),
+                    "text": str(candidate.plan),
+                    "step_s": candidate.step_s,
+                    "peak_bytes": list(candidate.peak_bytes),
+                    "swap_bytes": candidate.swap_bytes,
+                    "peer_bytes": candidate.peer_bytes,
+                    "bubble_fraction": candidate.bubble_fraction,
+                }
+                for candidate in self.candidates
+            ],
+            "rejected": [rejected._asdict() for rejected in self.rejected],
+            "num_bounded": self.num_bounded,
+            "num_skipped": self.num_skipped,
+        }
+
     def __repr__(self) -> str:
         best = self.candidates[0]
         return (
@@ -155,26 +210,3 @@ class SearchResult:
             "<th>microbatch forward / backward</th><th>packs forward / backward</th><th>step</th><th>peak memory</th>"
             f"<th>swapped</th><th>idle</th></tr></thead><tbody>{rows}</tbody></table>"
         )
-
-
-def what_binds(trace: Trace, peaks: Sequence[int]) -> str:
-    """One sentence: what is busiest, and the fullest device."""
-    machine = trace.machine
-    shares = [trace.busy_fraction(device, Stream.COMPUTE) for device in range(machine.num_devices)]
-    compute = sum(shares) / len(shares)
-    busiest, most = "", 0.0
-    for hop, capacity in machine.capacities.items():
-        moved = sum(num_bytes for (other, _), num_bytes in trace.link_bytes.items() if other == hop)
-        share = moved / capacity / trace.makespan_s if trace.makespan_s else 0.0
-        if share > most:
-            way = "to the devices" if hop.direction is Direction.DOWN else "from the devices"
-            busiest, most = f"link {hop.link} {way}", share
-    host = trace.busy_fraction(HOST, Stream.HOST)
-    reasons = {f"computing ({compute:.0%} of the time)": compute, f"the {busiest} ({most:.0%} busy)": most}
-    reasons[f"the update on the host ({host:.0%} of the time)"] = host
-    first, second, *_ = sorted(reasons, key=lambda reason: -reasons[reason])
-    fullest = max(range(len(peaks)), key=lambda device: peaks[device] / machine.budgets[device])
-    return (
-        f"What binds is {first}, then {second}; {machine.devices[fullest].name} needs up to "
-        f"{format_bytes(peaks[fullest])} of {format_bytes(machine.budgets[fullest])}."
-    )

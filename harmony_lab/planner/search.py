@@ -15,6 +15,7 @@ from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.bounds import problem_bound
 from harmony_lab.planner.candidates import Candidates
 from harmony_lab.planner.lower import lower
+from harmony_lab.planner.neighbours import neighbours
 from harmony_lab.planner.pack import PackCosts
 from harmony_lab.planner.result import Candidate, Rejected, SearchResult
 from harmony_lab.planner.staying import mirror, staying
@@ -27,6 +28,11 @@ Progress = Callable[[int, int, str], None]
 MAX_OPS = 200_000
 """Ops simulated in one search at most, beyond each mode's two most promising candidates."""
 _ALWAYS = 2
+_FREE_OPS = 3_000  # simulated for every setting, however few candidates are to be shown
+_FREE_OPS_OF_FEW = 40_000  # where there are no more candidates than those at hand
+_AT_HAND = 300  # candidates at hand for that
+_NEIGHBOURS_OPS, _FEWEST_NEIGHBOURS = 8_000, 40  # simulated to search on from the best plans, if that is so many plans
+_STARTS = 6  # plans in turn whose neighbours are no better, before the search ends
 _SPARE = 3  # times as many candidates are at hand as are to be simulated, for those that do not fit
 _RETRIES = 8  # with less and less memory to pack into, where what looked promising did not fit with all that goes on
 _STAYING_FROM, _ALSO_FROM = 3, 60  # plans whose variants are tried: the best of each mode, and promising ones
@@ -127,7 +133,12 @@ class _Search:
         ]
         self.total = len(settings) * self.shown
         self.lower_bound_s = problem_bound(
-            self.costs, self.machine, self.minibatch_size, modes=self.modes, overlapping=max(self.switches.prefetch) > 0
+            self.costs,
+            self.machine,
+            self.minibatch_size,
+            modes=self.modes,
+            overlapping=max(self.switches.prefetch) > 0 or self.switches.staying,
+            peers_only=all(self.switches.peer_transfers),
         )
         for setting in settings:
             for _ in self._of_setting(*setting):
@@ -160,13 +171,16 @@ class _Search:
                 peers=peers,
                 budget_bytes=budget - margin,
             )
-            promising = options.best(_SPARE * self.shown)
+            promising = options.best(max(_SPARE * self.shown, _AT_HAND))
+            spent = self.num_ops
             self.num_bounded += options.num_looked_at - len(promising)
             if attempt == 0:
                 self.rejected |= dict.fromkeys(options.rejected)
             fitting = 0
             for position, four in enumerate(promising):
-                if fitting == self.shown or (fitting >= _ALWAYS and self.num_ops > MAX_OPS):
+                free = _FREE_OPS if len(promising) >= _AT_HAND else _FREE_OPS_OF_FEW
+                enough = fitting >= self.shown and self.num_ops - spent > free
+                if enough or (fitting >= _ALWAYS and self.num_ops > MAX_OPS):
                     self.num_skipped += len(promising) - position
                     break
                 seconds = self._simulated(options.plan(four))
@@ -174,8 +188,41 @@ class _Search:
                     fitting += 1
                     yield seconds
             if 2 * fitting >= min(self.shown, len(promising)):
+                yield from self._searched_on(options, fitting, self.num_ops - spent)
                 return
             margin += max(self.excess_bytes, budget // 100) << attempt
+
+    def _searched_on(self, options: Candidates, num_simulated: int, num_ops: int) -> Iterator[float]:
+        """From the best plans of a setting on to their neighbours, where programs are small: the best that has not been
+        tried from, until a few in turn lead to nothing better."""
+        budget = _FREE_OPS_OF_FEW if options.num_looked_at < _AT_HAND else _NEIGHBOURS_OPS
+        if num_ops * _FEWEST_NEIGHBOURS > budget * num_simulated:
+            return
+        limit = self.num_ops + budget
+        tried_from: set[Plan] = set()
+        idle = 0
+        while idle < _STARTS:
+            of_setting = [
+                found
+                for plan, found in self.found.items()
+                if (plan.mode, plan.prefetch, plan.peer_transfers) == (options.mode, options.prefetch, options.peers)
+            ]
+            best_s = min(found.step_s for found in of_setting)
+            left = [found for found in of_setting if found.plan not in tried_from]
+            if not left:
+                return
+            start = min(left, key=lambda found: found.step_s)
+            tried_from.add(start.plan)
+            idle += 1
+            for plan in neighbours(start.plan, options.forward_sizes, options.backward_sizes):
+                if options.equal_sizes and plan.forward_microbatch_size != plan.backward_microbatch_size:
+                    continue
+                seconds = self._simulated(plan)
+                if self.num_ops > limit:
+                    return
+                if seconds is not None and seconds < best_s:
+                    best_s, idle = seconds, 0
+                    yield seconds
 
     def _that_stay(self) -> Iterator[float]:
         """Variants in which what fits stays on the devices: of the best plans found, then of what looks promising."""

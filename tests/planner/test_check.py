@@ -72,7 +72,7 @@ def _finding(violation: str) -> Finding:
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=SEEDS)
 def test_a_program_without_an_edge_is_rejected_exactly_where_an_order_is_lost(seed: int) -> None:
     """And then for that: the ops and blocks named are those that a search through all edges finds."""

@@ -1,0 +1,233 @@
+"""limits: how large a microbatch and a model a machine can take, and what of the host's memory a plan needs."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from harmony_lab.costs import Profile
+from harmony_lab.machine import HOST, Backend, Machine
+from harmony_lab.plan import Plan
+from harmony_lab.planner.check import peak_bytes
+from harmony_lab.planner.lower import lower
+from harmony_lab.planner.pack import PackCosts
+from harmony_lab.program import TENSOR_CODES, Program, TensorKind
+from harmony_lab.simulator.engine import run
+from harmony_lab.trace import Trace
+from harmony_lab.units import format_bytes
+
+__all__ = [
+    "HostMemory",
+    "Limits",
+    "MicrobatchLimit",
+    "busiest_on_host",
+    "host_memory",
+    "host_problem",
+    "limits",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Bytes of the host's memory that training under a plan takes at most.
+
+    ``gradient_bytes`` and ``stash_bytes`` (activations and all else that waits on the host) at the moment of the
+    simulated iteration at which they take most together.  ``emulated_bytes``: what emulated devices are made of.
+    ``pinned_bytes`` of all that are page-locked.  ``available_bytes``: the machine's.  Before training begins
+    ``forecast`` tells more: it knows the optimizer, and what is in memory already.
+    """
+
+    weight_bytes: int
+    optimizer_state_bytes: int
+    gradient_bytes: int
+    stash_bytes: int
+    emulated_bytes: int
+    pinned_bytes: int
+    available_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self._parts())
+
+    @property
+    def pageable_bytes(self) -> int:
+        return self.host_bytes - self.pinned_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.host_bytes <= self.available_bytes
+
+    def _parts(self) -> Iterator[tuple[str, int]]:
+        yield "weights", self.weight_bytes
+        yield "optimizer state", self.optimizer_state_bytes
+        yield "gradients", self.gradient_bytes
+        yield "activations kept for backward", self.stash_bytes
+        yield "emulated devices", self.emulated_bytes
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{format_bytes(num_bytes)} of {name}" for name, num_bytes in self._parts() if num_bytes)
+        return (
+            f"{format_bytes(self.host_bytes)} of the host's {format_bytes(self.available_bytes)} ({parts}); "
+            f"{format_bytes(self.pinned_bytes)} of it pinned"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(str(self))}</p>"
+
+
+def host_memory(trace: Trace, profile: Profile) -> HostMemory:
+    """What training takes whose iterations are as predicted."""
+    gradients, stash = busiest_on_host(trace)
+    weights = profile.weight_bytes(0, len(profile))
+    is_real = [device.backend is not Backend.EMULATED for device in trace.machine.devices]
+    peaks = zip(peak_bytes(trace.program), is_real, strict=True)
+    return HostMemory(
+        weight_bytes=weights,
+        optimizer_state_bytes=profile.optimizer_state_bytes,
+        gradient_bytes=gradients,
+        stash_bytes=stash,
+        emulated_bytes=sum(peak for peak, real in peaks if not real),
+        pinned_bytes=weights + gradients + stash if any(is_real) else 0,
+        available_bytes=trace.machine.host.memory_bytes,
+    )
+
+
+def host_problem(plan: Plan, profile: Profile, machine: Machine, *, program: Program | None = None) -> str:
+    """Why the host's memory does not suffice for training under that plan; empty where it does.
+
+    ``program``: the plan's, where it is at hand.  Simulates only where the sum of all that ever waits on the host is
+    too much.
+    """
+    made = lower(plan, profile, machine) if program is None else program
+    emulated = [device.memory_bytes for device in machine.devices if device.backend is Backend.EMULATED]
+    state = profile.weight_bytes(0, len(profile)) + profile.optimizer_state_bytes
+    blocks = made.block_columns
+    waiting = int(blocks.num_bytes[blocks.device == HOST].sum())
+    if state + waiting + sum(emulated) <= machine.host.memory_bytes:
+        return ""
+    needed = host_memory(run(made, profile, machine), profile)
+    return "" if needed.fits else f"training takes {needed}"
+
+
+def busiest_on_host(trace: Trace) -> tuple[int, int]:
+    """(bytes of gradients, of anything else) in host blocks at the moment with most of both."""
+    ops, blocks = trace.program.op_columns, trace.program.block_columns
+    writer = np.repeat(np.arange(len(ops.kind)), np.diff(ops.writes_end, prepend=0))
+    freer = np.repeat(np.arange(len(ops.kind)), np.diff(ops.frees_end, prepend=0))
+    block = np.concatenate([ops.writes, ops.frees])
+    time_s = np.concatenate([trace.start_s[writer], trace.end_s[freer]])
+    change = np.concatenate([blocks.num_bytes[ops.writes], -blocks.num_bytes[ops.frees]])
+    order = np.lexsort((change < 0, time_s))  # at one moment, what comes before what goes
+    order = order[blocks.device[block[order]] == HOST]
+    is_gradient = blocks.kind[block[order]] == TENSOR_CODES[TensorKind.GRADIENT]
+    gradients, others = (np.cumsum(np.where(of_kind, change[order], 0)) for of_kind in (is_gradient, ~is_gradient))
+    if not order.size:
+        return 0, 0
+    most = int(np.argmax(gradients + others))
+    return int(gradients[most]), int(others[most])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchLimit:
+    """The largest microbatch that fits one layer at a time; 0: none does.
+
+    ``layer`` needs ``needed_bytes`` with microbatches of ``next_size``, too much; None: no larger one was profiled.
+    """
+
+    size: int
+    next_size: int | None = None
+    layer: int | None = None
+    layer_name: str = ""
+    needed_bytes: int | None = None
+
+    def __str__(self) -> str:
+        if self.layer is None or self.needed_bytes is None:
+            return f"{self.size}, the largest profiled"
+        return (
+            f"{self.size or 'none'} ({self.next_size} would take {format_bytes(self.needed_bytes)} in layer "
+            f"{self.layer}, {self.layer_name})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the machine can take at most.
+
+    ``forward``, ``backward``: microbatches; layers are weighed alone.  ``deepest``: how many times as many of the same
+    layers could be trained, 0 where a layer does not fit a device; the host has to hold ``model_bytes`` of each.
+    ``model_bytes``: weights, gradients, optimizer state and the plan's activations on the host.  ``host``: of the plan;
+    None where none was given.
+    """
+
+    budget_bytes: int
+    host_bytes: int
+    forward: MicrobatchLimit
+    backward: MicrobatchLimit
+    deepest: float
+    model_bytes: int
+    host: HostMemory | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self.rows())
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.rows())
+        return f"<table>{rows}</table>"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return asdict(self)
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """What is limited, and its limit, as text."""
+        yield f"largest forward microbatch in {format_bytes(self.budget_bytes)}", str(self.forward)
+        yield f"largest backward microbatch in {format_bytes(self.budget_bytes)}", str(self.backward)
+        yield "largest model", self._model()
+        if self.host is not None:
+            yield "host memory of the plan", str(self.host)
+
+    def _model(self) -> str:
+        if not self.backward.size:
+            return f"layer {self.backward.layer} ({self.backward.layer_name}) is too large for a device"
+        kept = "activations kept there, " if self.host is not None and self.host.stash_bytes else ""
+        needs = f"{kept}weights, gradients and optimizer state of this one take {format_bytes(self.model_bytes)}"
+        times = f"{self.deepest:.1f}" if self.deepest < 10 else f"{self.deepest:.0f}"
+        return f"{times} times as many of these layers: {needs}, the host has {format_bytes(self.host_bytes)}"
+
+
+def limits(profile: Profile, machine: Machine, plan: Plan | None = None) -> Limits:
+    """What the machine can take of models like this one; with a ``plan``, its use of the host's memory too."""
+    costs, budget = PackCosts(profile), min(machine.budgets)
+    backward = _largest_microbatch(costs, budget, forward=False)
+    host = None if plan is None else host_memory(run(lower(plan, profile, machine), profile, machine), profile)
+    model_bytes = profile.state_bytes + (0 if host is None else host.stash_bytes)
+    beside = sum(device.memory_bytes for device in machine.devices if device.backend is Backend.EMULATED)
+    free = max(0, machine.host.memory_bytes - beside)
+    return Limits(
+        budget_bytes=budget,
+        host_bytes=free,
+        forward=_largest_microbatch(costs, budget, forward=True),
+        backward=backward,
+        deepest=free / model_bytes if backward.size and model_bytes else 0.0,
+        model_bytes=model_bytes,
+        host=host,
+    )
+
+
+def _largest_microbatch(costs: PackCosts, budget_bytes: int, *, forward: bool) -> MicrobatchLimit:
+    """The last layer never runs forward alone: its forward is fused with its backward."""
+    profile = costs.profile
+    need = costs.forward_bytes if forward else costs.backward_bytes
+    largest = profile.largest_forward_microbatch if forward else profile.largest_microbatch
+    size = 0
+    for tried in range(profile.microbatch_sizes[0], largest + 1):
+        needs = [need(layer, layer + 1, tried) for layer in range(len(profile) - forward)]
+        worst = max(needs, default=0)
+        if worst > budget_bytes:
+            layer = needs.index(worst)
+            name = profile.layers[layer].name
+            return MicrobatchLimit(size=size, next_size=tried, layer=layer, layer_name=name, needed_bytes=worst)
+        size = tried
+    return MicrobatchLimit(size=size)
