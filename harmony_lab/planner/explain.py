@@ -11,7 +11,7 @@ import numpy as np
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError, PlanError
 from harmony_lab.machine import HOST, Direction, Machine
-from harmony_lab.plan import Mode, Pack, Plan
+from harmony_lab.plan import Pack, Plan
 from harmony_lab.planner.baselines import baselines
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.lower import lower
@@ -30,6 +30,7 @@ __all__ = ["Ablation", "AblationRow", "Advice", "ablation", "advice", "what_bind
 _WORTH_TELLING = 0.02  # of the time
 _WIDTH = 80
 _STREAMED = "zero-infinity order"
+_NOTHING_STAYS: dict[str, Any] = {"mirrored": False, "resident_packs": (), "kept_packs": (), "device_stash": ()}
 
 
 # -- what binds -------------------------------------------------------------------------------------------------------
@@ -42,7 +43,7 @@ def what_binds(plan: Plan, trace: Trace, peaks: Sequence[int]) -> str:
     compute, host = sum(shares) / len(shares), trace.busy_fraction(HOST, Stream.HOST)
     name, link = _busiest_link(trace)
     reasons = {
-        f"computing ({compute:.0%} of the time{_twice(plan, trace)})": compute,
+        f"computing ({compute:.0%} of the time{_twice(trace)})": compute,
         f"the {name} ({link:.0%} busy)": link,
     }
     reasons[f"the update on the host ({host:.0%} of the time)"] = host
@@ -55,13 +56,12 @@ def what_binds(plan: Plan, trace: Trace, peaks: Sequence[int]) -> str:
     )
 
 
-def _twice(plan: Plan, trace: Trace) -> str:
+def _twice(trace: Trace) -> str:
     """How much of the computing is forwards that backward repeats."""
     ops, spent_s = trace.program.op_columns, trace.end_s - trace.start_s
-    kept = np.isin(ops.start, [pack.start for pack in plan.kept_packs])
-    again_s = float(spent_s[(ops.kind == OP_CODES[OpKind.FORWARD]) & ~kept].sum())
+    again_s = float(spent_s[ops.kind == OP_CODES[OpKind.RECOMPUTE]].sum())
     all_s = float(spent_s[ops.stream == STREAM_CODES[Stream.COMPUTE]].sum())
-    return f", {again_s / all_s:.0%} of it forwards that backward repeats" if again_s >= _WORTH_TELLING * all_s else ""
+    return f", {again_s / all_s:.0%} of it recomputing" if again_s >= _WORTH_TELLING * all_s else ""
 
 
 def _busiest_link(trace: Trace) -> tuple[str, float]:
@@ -113,7 +113,12 @@ def advice(plan: Plan, profile: Profile, machine: Machine) -> tuple[Advice, ...]
         if step_s is not None:  # a larger minibatch may leave a rest that was not profiled, or more to keep than fits
             found.append(Advice(change, step_s, 1 - step_s / changed_plan.minibatch_size / before_s))
     larger = replace(machine, devices=tuple(replace(d, memory_bytes=2 * d.memory_bytes) for d in machine.devices))
-    more = [step_s for _, step_s in staying(mirror(plan), lambda tried: _seconds(tried, profile, larger, costs))]
+    more = [
+        step_s
+        for _, step_s in staying(
+            mirror(plan.with_(**_NOTHING_STAYS)), lambda tried: _seconds(tried, profile, larger, costs)
+        )
+    ]
     if more:
         found.append(Advice("devices with twice the memory", more[-1], 1 - more[-1] / plan.minibatch_size / before_s))
     return tuple(sorted((one for one in found if one.saved >= _WORTH_TELLING), key=lambda one: -one.saved))
@@ -317,8 +322,7 @@ def _variants(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, Plan | s
     if plan.resident_packs:
         both = plan.with_(resident_packs=(), kept_packs=())
         yield "resident weights", "weights in again for backward, which recomputes", both
-    nothing = plan.with_(resident_packs=(), kept_packs=(), device_stash=(), mirrored=False)
-    yield "staying", "nothing stays on the devices", nothing
+    yield "staying", "nothing stays on the devices", plan.with_(**_NOTHING_STAYS)
 
 
 def _without_peers(plan: Plan, machine: Machine) -> Plan | str:
@@ -340,13 +344,12 @@ def _one_layer_packs(plan: Plan) -> Plan | str:
         "resident_packs": _layers_of(plan.resident_packs),
         "kept_packs": _layers_of(plan.kept_packs),
     }
-    nothing = {"resident_packs": (), "kept_packs": (), "device_stash": ()}
     for unstuck in ({}, {"device_stash": ()}):
         try:
             return plan.with_(**{**split, **unstuck})
         except PlanError:  # layers of one pack may run on different devices
             continue
-    return plan.with_(**{**split, **nothing, "mirrored": plan.mirrored and plan.mode is Mode.PP})
+    return plan.with_(**{**split, **_NOTHING_STAYS, "mirrored": plan.mirrored})
 
 
 def _layers_of(packs: Sequence[Pack]) -> tuple[Pack, ...]:

@@ -26,7 +26,11 @@ __all__ = [
     "host_memory",
     "host_problem",
     "limits",
+    "state_problem",
 ]
+
+
+_NEGLIGIBLE = 1e-4  # of the host's memory in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,8 @@ class HostMemory:
         yield "emulated devices", self.emulated_bytes
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{format_bytes(num_bytes)} of {name}" for name, num_bytes in self._parts() if num_bytes)
+        told = [(name, num_bytes) for name, num_bytes in self._parts() if num_bytes > _NEGLIGIBLE * self.host_bytes]
+        parts = ", ".join(f"{format_bytes(num_bytes)} of {name}" for name, num_bytes in told)
         return (
             f"{format_bytes(self.host_bytes)} of the host's {format_bytes(self.available_bytes)} ({parts}); "
             f"{format_bytes(self.pinned_bytes)} of it pinned"
@@ -80,7 +85,7 @@ class HostMemory:
 def host_memory(trace: Trace, profile: Profile) -> HostMemory:
     """What training takes whose iterations are as predicted."""
     gradients, stash = busiest_on_host(trace)
-    weights = profile.weight_bytes(0, len(profile))
+    weights = _weight_bytes(profile)
     is_real = [device.backend is not Backend.EMULATED for device in trace.machine.devices]
     peaks = zip(peak_bytes(trace.program), is_real, strict=True)
     return HostMemory(
@@ -94,6 +99,21 @@ def host_memory(trace: Trace, profile: Profile) -> HostMemory:
     )
 
 
+def state_problem(profile: Profile, machine: Machine) -> str:
+    """Why no plan can train that model beside that host's memory; empty where that depends on the plan."""
+    weights, state, available = _weight_bytes(profile), profile.optimizer_state_bytes, machine.host.memory_bytes
+    if weights + state <= available:
+        return ""
+    return (
+        f"weights ({format_bytes(weights)}) and optimizer state ({format_bytes(state)}) of {profile.model} are more "
+        f"than the host's {format_bytes(available)}"
+    )
+
+
+def _weight_bytes(profile: Profile) -> int:
+    return profile.weight_bytes(0, len(profile))
+
+
 def host_problem(plan: Plan, profile: Profile, machine: Machine, *, program: Program | None = None) -> str:
     """Why the host's memory does not suffice for training under that plan; empty where it does.
 
@@ -102,7 +122,7 @@ def host_problem(plan: Plan, profile: Profile, machine: Machine, *, program: Pro
     """
     made = lower(plan, profile, machine) if program is None else program
     emulated = [device.memory_bytes for device in machine.devices if device.backend is Backend.EMULATED]
-    state = profile.weight_bytes(0, len(profile)) + profile.optimizer_state_bytes
+    state = _weight_bytes(profile) + profile.optimizer_state_bytes
     blocks = made.block_columns
     waiting = int(blocks.num_bytes[blocks.device == HOST].sum())
     if state + waiting + sum(emulated) <= machine.host.memory_bytes:

@@ -32,7 +32,7 @@ _FREE_OPS = 3_000  # simulated for every setting, however few candidates are to 
 _FREE_OPS_OF_FEW = 40_000  # where there are no more candidates than those at hand
 _AT_HAND = 300  # candidates at hand for that
 _NEIGHBOURS_OPS, _FEWEST_NEIGHBOURS = 8_000, 40  # simulated to search on from the best plans, if that is so many plans
-_STARTS = 6  # plans in turn whose neighbours are no better, before the search ends
+_STARTS, _STARTS_OF_FEW = 6, 20  # plans in turn whose neighbours are no better, before the search ends
 _SPARE = 3  # times as many candidates are at hand as are to be simulated, for those that do not fit
 _RETRIES = 8  # with less and less memory to pack into, where what looked promising did not fit with all that goes on
 _STAYING_FROM, _ALSO_FROM = 3, 60  # plans whose variants are tried: the best of each mode, and promising ones
@@ -178,7 +178,7 @@ class _Search:
                 self.rejected |= dict.fromkeys(options.rejected)
             fitting = 0
             for position, four in enumerate(promising):
-                free = _FREE_OPS if len(promising) >= _AT_HAND else _FREE_OPS_OF_FEW
+                free = _FREE_OPS_OF_FEW if options.num_looked_at <= _AT_HAND else _FREE_OPS
                 enough = fitting >= self.shown and self.num_ops - spent > free
                 if enough or (fitting >= _ALWAYS and self.num_ops > MAX_OPS):
                     self.num_skipped += len(promising) - position
@@ -195,13 +195,14 @@ class _Search:
     def _searched_on(self, options: Candidates, num_simulated: int, num_ops: int) -> Iterator[float]:
         """From the best plans of a setting on to their neighbours, where programs are small: the best that has not been
         tried from, until a few in turn lead to nothing better."""
-        budget = _FREE_OPS_OF_FEW if options.num_looked_at < _AT_HAND else _NEIGHBOURS_OPS
-        if num_ops * _FEWEST_NEIGHBOURS > budget * num_simulated:
+        is_small = options.num_looked_at <= _AT_HAND
+        budget, starts = (_FREE_OPS_OF_FEW, _STARTS_OF_FEW) if is_small else (_NEIGHBOURS_OPS, _STARTS)
+        if not num_simulated or num_ops * _FEWEST_NEIGHBOURS > budget * num_simulated:
             return
         limit = self.num_ops + budget
         tried_from: set[Plan] = set()
         idle = 0
-        while idle < _STARTS:
+        while idle < starts:
             of_setting = [
                 found
                 for plan, found in self.found.items()

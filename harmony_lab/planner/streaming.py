@@ -255,7 +255,9 @@ def _forward(c: Construction, s: Streaming, turn: Int, device: Int, layer: Int, 
         free(c, here[BUFFERS_HERE])
         emit(c, SWAP_OUT, device, ON_SWAP_OUT, layer, following, ZERO, ZERO)
     is_loss = following == s.options[NUM_LAYERS]
-    if output >= 0 and (is_loss or (s.options[STASHES] and following >= s.options[FIRST_TRAINABLE])):
+    at_turn = following + 1 == s.options[NUM_LAYERS]  # backward of the last layer follows its forward
+    stashes = s.options[STASHES] == 1 and following >= s.options[FIRST_TRAINABLE] and not at_turn
+    if output >= 0 and (is_loss or stashes):
         read(c, output)
         host = write(c, ACTIVATION, HOST_DEVICE, following, following, first, last, num_bytes)
         if is_loss:
