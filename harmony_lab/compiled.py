@@ -1,21 +1,27 @@
 """compiled: runs loops over numbers as machine code where numba is installed, as plain Python where it is not.
 
 Functions marked ``@compiled`` keep to numbers, arrays and named tuples of arrays.  Machine code is made at the first
-call and kept on disk beside the source (or in the user's cache folder), so that this happens once per installation.
+call and kept on disk, ``$XDG_CACHE_HOME/harmony_lab`` (``~/.cache/harmony_lab``), in a folder per version of this
+package's source: so that it is made once per installation, and never runs with what a function it calls used to be.
 """
 
+import hashlib
+import os
+import threading
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 try:
-    from numba import njit
+    import numba
 except ImportError:  # planning works without it, about twenty times slower
-    njit = None  # type: ignore[assignment] # mypy takes the import for granted
+    numba = None
 
-__all__ = ["Bool", "Float", "Floats", "Int", "Ints", "compiled"]
+__all__ = ["Bool", "Float", "Floats", "Int", "Ints", "compile_ahead", "compiled", "is_ready"]
 
 Int = Any  # int, np.int64 or what numba makes of it: what compiled functions pass to each other
 Bool = Any
@@ -25,7 +31,52 @@ Floats = npt.NDArray[np.float64]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_BUILTINS = {"max": max, "min": min}
+_COMPILED_IN = ("*.py", "planner/*.py", "simulator/*.py")
+_READY = "ready"  # a file that says that all machine code has been made
+
 
 def compiled(function: F) -> F:
     """That function as machine code, where that is possible."""
-    return function if njit is None else njit(cache=True, nogil=True)(function)  # type: ignore[return-value]
+    if numba is None:
+        return function
+    for name in ("max", "min"):  # torch.export replaces the builtins for a while, and numba would take what is there
+        function.__globals__.setdefault(name, _BUILTINS[name])
+    given = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = given or str(_folder())  # read while a function is being marked
+    try:
+        made: F = numba.njit(cache=True, nogil=True)(function)
+        return made
+    finally:
+        numba.config.CACHE_DIR = given
+
+
+@cache
+def _folder() -> Path:
+    """Where the machine code of this source is kept."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256(numba.__version__.encode())
+    for path in sorted(path for pattern in _COMPILED_IN for path in here.glob(pattern)):
+        text = path.read_bytes()
+        if b"compiled import" in text or path.name == "program.py":  # whose codes are constants of machine code
+            digest.update(text)
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "harmony_lab" / f"compiled-{digest.hexdigest()[:16]}"
+
+
+def is_ready() -> bool:
+    """Whether nothing needs to be compiled any more."""
+    return numba is None or (_folder() / _READY).exists()
+
+
+def compile_ahead(use: Callable[[], object]) -> None:
+    """Call ``use``, which makes all machine code, on a thread of its own, unless it has been made before."""
+    if is_ready():
+        return
+
+    def make() -> None:
+        use()
+        _folder().mkdir(parents=True, exist_ok=True)
+        (_folder() / _READY).touch()
+
+    threading.Thread(target=make, name="harmony-compile", daemon=True).start()

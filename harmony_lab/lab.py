@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
-from harmony_lab.forecast import Forecast, forecast
-from harmony_lab.lab_contents import contents
+from harmony_lab.forecast import Forecast
+from harmony_lab.lab_contents import fragment_html, write_report
+from harmony_lab.lab_costs import costs_on, forecast_on, why_only_planned
 from harmony_lab.layers import LayerSequence
 from harmony_lab.listeners import Listeners
 from harmony_lab.machine import Machine
 from harmony_lab.ownership import take_over
 from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.search import SearchResult, search
+from harmony_lab.planner.warm import warm_up
 from harmony_lab.preview import Preview, preview, repacked
 from harmony_lab.profiler.decompose import decompose
-from harmony_lab.profiler.measure import profile
 from harmony_lab.profiler.steps import ProgressCallback
 from harmony_lab.progress import Progress
 from harmony_lab.run import Run, StepRecord
@@ -31,15 +32,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Lab", "Preview", "Progress"]
 
-_SHOWN_PLANS = 8
-
 
 class Lab:
     """One model on one machine: ``measure``, ``search``, ``choose``, ``launch``; no widgets.
 
     ``model``, ``example_batch``, ``loss_fn``, ``layers``: as in ``decompose``.  ``optimizer``: the user's own
     torch.optim optimizer over the model's parameters; planning works without one, training does not.  ``machine``: by
-    default ``Machine.detect()``.
+    default ``Machine.detect()``; also a preset's name, such as ``"4x1080ti"``.
+
+    A machine that is not at hand can be planned for: costs are then estimated (``harmony_lab.estimate``) and nothing
+    can be launched; ``only_planned`` says so.  The same goes for a model on the meta device, which takes no memory.
 
     ``seed`` fixes random masks, others in every step.  Steps are counted on from run to run (``steps_trained``), so a
     run that follows another draws the masks that one longer run would have drawn.
@@ -57,7 +59,7 @@ class Lab:
         *,
         loss_fn: Callable[..., Any] | None = None,
         minibatch_size: int,
-        machine: Machine | None = None,
+        machine: Machine | str | None = None,
         layers: Sequence[Any] | None = None,
         seed: int = 0,
     ) -> None:
@@ -65,7 +67,7 @@ class Lab:
             raise HarmonyError(f"minibatch_size must be a whole number of at least 1, got {minibatch_size!r}")
         self.optimizer = optimizer
         self.minibatch_size = minibatch_size
-        self.machine = machine if machine is not None else Machine.detect()
+        self.machine = Machine.preset(machine) if isinstance(machine, str) else machine or Machine.detect()
         self.seed = seed
         self._state = threading.RLock()  # held for moments: fields below
         self._work = threading.RLock()  # held for long: one measurement, search or launch at a time
@@ -77,6 +79,7 @@ class Lab:
         self._progress: Progress | None = None
         self._closed = False
         self._earlier_steps = 0  # of the runs before the last one
+        warm_up()
         self.layers: LayerSequence = decompose(model, example_batch, loss_fn, layers=layers)
         take_over(model, self)  # last, so that the older Lab works on where this one cannot be made
 
@@ -120,6 +123,11 @@ class Lab:
             return self._earlier_steps + (0 if self._run is None else len(self._run.losses))
 
     @property
+    def only_planned(self) -> str:
+        """Why this Lab estimates costs and cannot train, in a sentence; empty where it measures and trains."""
+        return why_only_planned(self.layers, self.machine)
+
+    @property
     def progress(self) -> Progress | None:
         """How far the part under way is; None between parts."""
         return self._progress
@@ -134,16 +142,20 @@ class Lab:
 
     # -- from profile to plan -------------------------------------------------------------------------------------
 
-    def measure(self, progress: ProgressCallback | None = None) -> Profile:
-        """Profile every kind of layer on the machine's devices.  Forgets results of the profile before."""
+    def measure(self, progress: ProgressCallback | None = None, *, cache: bool = True) -> Profile:
+        """Profile every kind of layer on the machine's devices.  Forgets results of the profile before.
+
+        ``cache=False``: measure also what was measured before.  A machine that is not at hand is estimated.
+        """
         with self._work:
             self._must_be_free("measure")
             try:
-                measured = profile(
+                measured = costs_on(
                     self.layers,
                     self.machine,
                     self.optimizer,
                     minibatch_size=self.minibatch_size,
+                    cache=cache,
                     progress=self._reporter("profile", progress),
                 )
             finally:
@@ -301,9 +313,11 @@ class Lab:
         with self._work:
             self._must_be_open("forecast")
             optimizer, plan, costs = self._to_train(max_grad_norm)
-            return forecast(plan.trace, self.layers, optimizer, costs, self.machine, accumulate=accumulate)
+            return forecast_on(self.machine, plan.trace, self.layers, optimizer, costs, accumulate=accumulate)
 
     def _trainer(self, **options: Any) -> Trainer:
+        if self.only_planned:
+            raise HarmonyError(f"this Lab cannot train. {self.only_planned} To train: Machine.detect() or emulated()")
         optimizer, chosen, measured = self._to_train(options.get("max_grad_norm"))
         return Trainer(
             self.layers,
@@ -380,20 +394,11 @@ class Lab:
 
     def report(self, path: str | Path) -> Path:
         """Write one HTML page with the ranking, timelines, memory and losses; returns its path."""
-        from harmony_lab.figures.report import training_report
-
-        target = Path(path)
-        target.write_text(training_report(**contents(self)), encoding="utf-8")
-        return target
+        return write_report(self, Path(path))
 
     def __repr__(self) -> str:
         stage = "closed" if self._closed else str(self._run or self.plan or "not planned yet")
         return f"<Lab of {self.layers!r} on {self.machine}; {stage}>"
 
     def _repr_html_(self) -> str:
-        from harmony_lab.figures.report import sections_html, training_sections
-
-        shown = contents(self) | {"profile": None}
-        if shown["result_frame"] is not None:
-            shown["result_frame"] = shown["result_frame"].head(_SHOWN_PLANS)
-        return sections_html(training_sections(**shown))
+        return fragment_html(self)

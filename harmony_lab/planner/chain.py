@@ -10,8 +10,7 @@ from harmony_lab.compiled import Floats, Ints, compiled
 from harmony_lab.costs import Profile
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
-from harmony_lab.planner.compose import Stage, forward_stages, stages
-from harmony_lab.planner.lowering import (
+from harmony_lab.planner.chain_tables import (
     BACKWARD_WORKSPACE,
     BATCH_BYTES,
     BUFFER_BYTES,
@@ -47,6 +46,7 @@ from harmony_lab.planner.lowering import (
     WEIGHT_BYTES,
     Chain,
 )
+from harmony_lab.planner.compose import Stage, forward_stages, stages
 from harmony_lab.planner.pack import PackCosts
 
 __all__ = ["Lowerable", "chain"]

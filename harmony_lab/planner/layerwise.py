@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from harmony_lab.compiled import Bool, Int, Ints, compiled
-from harmony_lab.planner.emit import OPS, STATUS, Construction, emit, free, read, wait, write
-from harmony_lab.planner.lowering import (
+from harmony_lab.planner.codes import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
     ALL_REDUCE,
@@ -29,6 +28,7 @@ from harmony_lab.planner.lowering import (
     UPDATE,
     ZERO,
 )
+from harmony_lab.planner.emit import OPS, STATUS, Construction, emit, free, read, wait, write
 from harmony_lab.planner.paging import (
     BLOCK,
     COMPUTED,

@@ -73,8 +73,9 @@ class HostMemory:
     def __str__(self) -> str:
         told = [(name, num_bytes) for name, num_bytes in self._parts() if num_bytes > _NEGLIGIBLE * self.host_bytes]
         parts = ", ".join(f"{format_bytes(num_bytes)} of {name}" for name, num_bytes in told)
+        of = " of" if self.fits else ", more than"
         return (
-            f"{format_bytes(self.host_bytes)} of the host's {format_bytes(self.available_bytes)} ({parts}); "
+            f"{format_bytes(self.host_bytes)}{of} the host's {format_bytes(self.available_bytes)} ({parts}); "
             f"{format_bytes(self.pinned_bytes)} of it pinned"
         )
 
@@ -213,8 +214,9 @@ class Limits:
             return f"layer {self.backward.layer} ({self.backward.layer_name}) is too large for a device"
         kept = "activations kept there, " if self.host is not None and self.host.stash_bytes else ""
         needs = f"{kept}weights, gradients and optimizer state of this one take {format_bytes(self.model_bytes)}"
-        times = f"{self.deepest:.1f}" if self.deepest < 10 else f"{self.deepest:.0f}"
-        return f"{times} times as many of these layers: {needs}, the host has {format_bytes(self.host_bytes)}"
+        digits = 2 if self.deepest < 1 else 1 if self.deepest < 10 else 0
+        times = f"{self.deepest:.{digits}f} times as many of these layers"
+        return f"{times}: {needs}, the host has {format_bytes(self.host_bytes)}"
 
 
 def limits(profile: Profile, machine: Machine, plan: Plan | None = None) -> Limits:

@@ -16,6 +16,7 @@ from harmony_lab.errors import PlanDoesNotFitError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
 from harmony_lab.planner.chain import Lowerable, chain
+from harmony_lab.planner.chain_tables import CURRENT, FETCHED, NO_PREFETCH, TASK_DEVICE, TASK_STAGE
 from harmony_lab.planner.compose import validate
 from harmony_lab.planner.emit import (
     DOES_NOT_FIT,
@@ -31,7 +32,7 @@ from harmony_lab.planner.emit import (
     columns,
     construction,
 )
-from harmony_lab.planner.lowering import CURRENT, FETCHED, NO_PREFETCH, TASK_DEVICE, TASK_STAGE, lower_units
+from harmony_lab.planner.lowering import lower_units
 from harmony_lab.planner.pack import PackCosts
 from harmony_lab.program import OpKind, Program
 from harmony_lab.units import format_bytes

@@ -13,6 +13,21 @@ from typing import NamedTuple
 import numpy as np
 
 from harmony_lab.compiled import Int, Ints, compiled
+from harmony_lab.planner.codes import (
+    BUFFER,
+    FREE,
+    HOST_DEVICE,
+    NONE,
+    ON_COMPUTE,
+    ON_MEMORY,
+    ON_SWAP_IN,
+    ON_SWAP_OUT,
+    OPTIMIZER,
+    SWAP_IN,
+    SWAP_OUT,
+    WEIGHT,
+    WORKSPACE,
+)
 from harmony_lab.planner.emit import (
     DOES_NOT_FIT,
     FAILED_BYTES,
@@ -27,21 +42,6 @@ from harmony_lab.planner.emit import (
     temporary,
     wait,
     write,
-)
-from harmony_lab.planner.lowering import (
-    BUFFER,
-    FREE,
-    HOST_DEVICE,
-    NONE,
-    ON_COMPUTE,
-    ON_MEMORY,
-    ON_SWAP_IN,
-    ON_SWAP_OUT,
-    OPTIMIZER,
-    SWAP_IN,
-    SWAP_OUT,
-    WEIGHT,
-    WORKSPACE,
 )
 
 __all__ = ["Pager", "begin", "bring", "change", "compute", "drop", "fresh", "hold", "make_room", "pager", "settle"]

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from harmony_lab.compiled import Bool, Int, Ints, compiled
-from harmony_lab.planner.emit import OPS, STATUS, Construction, emit, free, read, temporary, wait, write
-from harmony_lab.planner.lowering import (
+from harmony_lab.planner.codes import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
     ALL_REDUCE,
@@ -45,6 +44,7 @@ from harmony_lab.planner.lowering import (
     WORKSPACE,
     ZERO,
 )
+from harmony_lab.planner.emit import OPS, STATUS, Construction, emit, free, read, temporary, wait, write
 
 __all__ = ["Streaming", "stream", "streaming"]
 

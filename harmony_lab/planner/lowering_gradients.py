@@ -1,0 +1,125 @@
+"""lowering of gradients: a pack's are summed over devices, brought to the host and applied; compiled."""
+
+from harmony_lab.compiled import Int, compiled
+from harmony_lab.planner.chain_tables import (
+    GRADIENT_BYTES,
+    GRADIENT_OUT,
+    GRADIENT_OUT_BEFORE,
+    HOST_ORDER,
+    JUST_IN_TIME,
+    LAST_BACKWARD,
+    NUM_COMPLETE,
+    NUM_ON_HOST,
+    PEERS,
+    REDUCED,
+    STAGE_START,
+    STAGE_STOP,
+    STATE_GRADIENT,
+    TASK_DEVICE,
+    TASK_END,
+    TASK_STAGE,
+    USERS_END,
+    Chain,
+    begins,
+    first_task,
+)
+from harmony_lab.planner.codes import (
+    ALL_REDUCE,
+    FREE,
+    GRADIENT,
+    HOST_DEVICE,
+    ON_HOST,
+    ON_MEMORY,
+    ON_PEER_IN,
+    ON_SWAP_OUT,
+    SWAP_OUT,
+    UPDATE,
+    ZERO,
+)
+from harmony_lab.planner.emit import (
+    OPS,
+    Construction,
+    emit,
+    free,
+    read,
+    wait,
+    write,
+)
+
+__all__ = ["complete", "update"]
+
+
+@compiled
+def complete(c: Construction, k: Chain, task: Int, op: Int) -> None:
+    """A device has all gradients of a pack: when every device has, reduce them; bring them out; update."""
+    stage = k.tasks[task, TASK_STAGE]
+    begin, end = first_task(k, stage), k.stages[stage, TASK_END]
+    k.tasks[task, LAST_BACKWARD] = op
+    k.stages[stage, NUM_COMPLETE] += 1
+    complete = k.stages[stage, NUM_COMPLETE] == end - begin
+    if end - begin == 1 or not k.options[PEERS]:
+        _gradients_out(c, k, task, op, op)
+    elif complete:
+        _all_reduce(c, k, stage, begin, end)
+    if k.options[JUST_IN_TIME] and complete:
+        update(c, k, stage)
+
+
+@compiled
+def _all_reduce(c: Construction, k: Chain, stage: Int, begin: Int, end: Int) -> None:
+    start, stop = k.stages[stage, STAGE_START], k.stages[stage, STAGE_STOP]
+    first_op = c.counts[OPS]
+    for task in range(begin, end):
+        for other in range(begin, end):
+            read(c, k.tasks[other, STATE_GRADIENT])
+            wait(c, k.tasks[other, LAST_BACKWARD])
+        device = k.tasks[task, TASK_DEVICE]
+        k.devices[device, REDUCED] = emit(c, ALL_REDUCE, device, ON_PEER_IN, start, stop, ZERO, ZERO)
+    last_op = c.counts[OPS] - 1
+    root = begin + stage % (end - begin)  # packs take turns, so that every device's link carries some
+    _gradients_out(c, k, root, first_op, last_op)
+    for task in range(begin, end):
+        if task != root:
+            free(c, k.tasks[task, STATE_GRADIENT])
+            emit(c, FREE, k.tasks[task, TASK_DEVICE], ON_MEMORY, start, stop, ZERO, ZERO)
+
+
+@compiled
+def _gradients_out(c: Construction, k: Chain, task: Int, after_first: Int, after_last: Int) -> None:
+    stage, device = k.tasks[task, TASK_STAGE], k.tasks[task, TASK_DEVICE]
+    start, stop = k.stages[stage, STAGE_START], k.stages[stage, STAGE_STOP]
+    for op in range(after_first, after_last + 1):
+        wait(c, op)
+    read(c, k.tasks[task, STATE_GRADIENT])
+    host = write(c, GRADIENT, HOST_DEVICE, start, stop, ZERO, ZERO, k.stages[stage, GRADIENT_BYTES])
+    free(c, k.tasks[task, STATE_GRADIENT])
+    op = emit(c, SWAP_OUT, device, ON_SWAP_OUT, start, stop, ZERO, ZERO)
+    k.devices[device, GRADIENT_OUT_BEFORE] = k.devices[device, GRADIENT_OUT]
+    k.devices[device, GRADIENT_OUT] = op
+    position = 0
+    if k.host_gradients[stage, 0] < 0:
+        k.stages[k.options[NUM_ON_HOST], HOST_ORDER] = stage
+        k.options[NUM_ON_HOST] += 1
+    while k.host_gradients[stage, position] >= 0:
+        position += 1
+    k.host_gradients[stage, position] = host
+
+
+@compiled
+def update(c: Construction, k: Chain, stage: Int) -> None:
+    """The optimizer's step for the parameters that the pack owns.
+
+    Gradients of a parameter that packs share wait on the host for the pack of its first layer.
+    """
+    for i in range(k.options[NUM_ON_HOST]):
+        other = k.stages[i, HOST_ORDER]
+        begin, end = begins(k.stages, other, USERS_END), k.stages[other, USERS_END]
+        uses = False
+        for j in range(begin, end):
+            uses = uses or k.users[j] == stage
+        if uses:
+            for position in range(len(k.devices)):
+                read(c, k.host_gradients[other, position])
+                if k.users[end - 1] == stage:  # the last one
+                    free(c, k.host_gradients[other, position])
+    emit(c, UPDATE, HOST_DEVICE, ON_HOST, k.stages[stage, STAGE_START], k.stages[stage, STAGE_STOP], ZERO, ZERO)

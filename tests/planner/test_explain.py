@@ -1,0 +1,235 @@
+"""What binds a plan, what would help it, and what each of its switches buys."""
+
+import json
+from dataclasses import replace
+from html import escape
+
+import pytest
+import toy_profiles as toys
+
+from harmony_lab.errors import PlanDoesNotFitError
+from harmony_lab.machine import Machine
+from harmony_lab.plan import Plan, difference
+from harmony_lab.planner.baselines import baselines
+from harmony_lab.planner.check import peak_bytes
+from harmony_lab.planner.explain import ablation, advice, what_binds
+from harmony_lab.planner.lower import lower
+from harmony_lab.planner.search import Switches, search
+from harmony_lab.program import OpKind
+from harmony_lab.simulator.engine import run
+
+PROFILE, MACHINE = toys.profile(8, overhead_s=0.002), toys.gpus(2)
+AMPLE = toys.gpus(1, memory_bytes=10**9)
+MIRRORED = Plan.parse(
+    "pp minibatch=16 forward=2[0:2,2:4,4:6] backward=2[0:2,2:4,4:6,6:8] devices=0,1 mirrored=on "
+    "resident=0:2,2:4,4:6 kept=2:4,4:6 stash=2,4"
+)
+
+
+def explained(plan: Plan, machine: Machine = MACHINE) -> str:
+    trace = run(lower(plan, PROFILE, machine), PROFILE, machine)
+    return what_binds(plan, trace, peak_bytes(trace.program))
+
+
+# -- what binds -------------------------------------------------------------------------------------------------------
+
+
+def test_the_pack_that_needs_most_of_the_fullest_device_is_named() -> None:
+    plan = Plan.parse("pp minibatch=8 forward=2[0:1,1:4,4:6] backward=2[0:1,1:4,4:6,6:8] devices=0,1 prefetch=0")
+    peak = max(peak_bytes(lower(plan, PROFILE, MACHINE)))
+    text = explained(plan)
+    assert "during backward of pack 1 [1:4]" in text
+    assert f"gpu1 needs up to {peak / 2**20:.2f} MiB of 7.63 MiB" in text
+
+
+def test_computing_names_what_is_computed_twice() -> None:
+    machine = toys.gpus(2, memory_bytes=10**8)
+    twice = explained(MIRRORED.with_(kept_packs=()), machine)
+    kept = explained(MIRRORED.with_(kept_packs=MIRRORED.forward_packs), machine)
+    spent = dict.fromkeys(OpKind, 0.0)
+    trace = run(lower(MIRRORED.with_(kept_packs=()), PROFILE, machine), PROFILE, machine)
+    for span in trace.spans():
+        spent[span.op.kind] += span.end_s - span.start_s
+    share = spent["recompute"] / (spent["forward"] + spent["recompute"] + spent["backward"])
+    assert f", {share:.0%} of it recomputing)" in twice
+    assert "recomputing" not in kept
+
+
+def test_a_slow_link_binds_with_its_direction() -> None:
+    text = explained(MIRRORED, toys.gpus(2, memory_bytes=10**8, link=1e6))
+    assert text.startswith("What binds is the link host-switch to the devices (")
+
+
+# -- what would help --------------------------------------------------------------------------------------------------
+
+
+def test_advice_is_what_the_simulator_says_of_the_changed_machine() -> None:
+    machine = toys.gpus(2, link=5e6)
+    plan = search(PROFILE, machine, 16, shown=2).best
+    first, *others = advice(plan, PROFILE, machine)
+    assert all(first.saved >= other.saved >= 0.02 for other in others)
+    by_change = {one.change: one for one in (first, *others)}
+    links = by_change["links twice as fast"]
+    faster = toys.gpus(2, link=1e7, peer_link=4e9)
+    before = run(lower(plan, PROFILE, machine), PROFILE, machine).makespan_s
+    assert links.step_s == run(lower(plan, PROFILE, faster), PROFILE, faster).makespan_s
+    assert links.saved == pytest.approx(1 - links.step_s / before)
+    assert first is links
+
+
+def test_advice_follows_what_binds() -> None:
+    compute_bound = [one.change for one in advice(search(PROFILE, MACHINE, 16, shown=2).best, PROFILE, MACHINE)]
+    assert compute_bound[0] == "devices that compute twice as fast"
+    assert "links twice as fast" not in compute_bound
+    slow_host = toys.profile(8, update_s=1.0)
+    found = advice(search(slow_host, MACHINE, 16, shown=2).best, slow_host, MACHINE)
+    assert {one.change for one in found[:2]} == {
+        "updates on the host twice as fast",
+        "minibatches of 32 instead of 16",
+    }
+
+
+def test_twice_the_memory_is_advised_where_more_can_stay_then() -> None:
+    plan = Plan.parse("pp minibatch=16 forward=2[0:2,2:4,4:6] backward=2[0:2,2:4,4:6,6:8] devices=0")
+    profile = toys.profile(8)
+    tight = max(peak_bytes(lower(plan, profile, toys.gpus(1))))
+    found = {one.change for one in advice(plan, profile, toys.gpus(1, memory_bytes=tight))}
+    assert "devices with twice the memory" in found
+    ample = {one.change for one in advice(plan.with_(forward_packs=(), backward_packs=((0, 8),)), profile, AMPLE)}
+    assert "devices with twice the memory" not in ample
+
+
+def test_copies_between_devices_are_advised_where_there_are_none() -> None:
+    machine = replace(toys.gpus(2, link=2e6, memory_bytes=10**8), peer_transfers=False)
+    profile = toys.profile(8, activation_bytes=400_000, weight_bytes=100_000)
+    plan = Plan.parse("pp minibatch=8 forward=1[0:2,2:4,4:6] backward=1[0:2,2:4,4:6,6:8] devices=0,1 peer=off")
+    changes = [one.change for one in advice(plan, profile, machine)]
+    assert "copies between devices without the host" in changes
+    direct = [one.change for one in advice(plan, profile, replace(machine, peer_transfers=True))]
+    assert "copies between devices without the host" not in direct
+
+
+# -- the search's explanation -----------------------------------------------------------------------------------------
+
+
+def test_the_explanation_tells_the_gap_and_the_best_advice_in_text_that_html_leaves_alone() -> None:
+    result = search(PROFILE, MACHINE, 16, shown=4)
+    text = result.explain()
+    assert f"{result.gap:.1%} above" in text
+    assert f"What would help: {result.advice[0]}" in text
+    assert escape(text) == text
+    bound = replace(result, lower_bound_s=result.candidates[0].step_s)
+    assert "No such plan can be faster" in bound.explain()
+
+
+def test_only_a_plan_of_one_pack_is_called_plain_training() -> None:
+    found = search(toys.profile(3), AMPLE, 4, shown=2)
+    plan = found.best.with_(
+        forward_packs=(), backward_packs=((0, 3),), resident_packs=(), kept_packs=(), device_stash=()
+    )
+    one = replace(found, candidates=(replace(found.candidates[0], plan=plan),))
+    assert "as in plain training" in one.explain()
+    assert "as in plain training" not in search(toys.profile(8), toys.gpus(2), 16, shown=2).explain()
+
+
+def test_a_result_as_json_gives_back_its_plans() -> None:
+    result = search(PROFILE, MACHINE, 16, shown=3, switches=Switches(staying=False))
+    data = json.loads(json.dumps(result.to_json()))
+    assert [Plan.from_json(row["plan"]) for row in data["candidates"]] == [c.plan for c in result.candidates]
+    assert [Plan.parse(row["text"]) for row in data["candidates"]] == [c.plan for c in result.candidates]
+    assert data["candidates"][0]["step_s"] == result.candidates[0].step_s
+    assert data["gap"] == pytest.approx(data["candidates"][0]["step_s"] / data["lower_bound_s"] - 1)
+    assert Machine.from_json(data["machine"]) == MACHINE
+    assert data["explanation"] == result.explain()
+
+
+# -- what switches buy ------------------------------------------------------------------------------------------------
+
+SWITCHES = {
+    "just-in-time update": {"just_in_time_update"},
+    "peer transfers": {"peer_transfers"},
+    "packing": {"forward_packs", "backward_packs", "resident_packs", "kept_packs", "device_stash"},
+    "prefetch": {"prefetch"},
+    "kept activations": {"kept_packs"},
+    "stash on the device": {"device_stash"},
+    "resident weights": {"resident_packs", "kept_packs"},
+    "staying": {"mirrored", "resident_packs", "kept_packs", "device_stash"},
+}
+
+
+def test_each_row_is_the_plan_with_that_switch_off_as_simulated() -> None:
+    machine = toys.gpus(2, memory_bytes=10**8, link=1e8)
+    found = ablation(MIRRORED, PROFILE, machine)
+    assert [row.switch for row in found.rows] == ["grouping", *SWITCHES]
+    for row in found.rows[1:]:
+        assert row.plan is not None
+        trace = run(lower(row.plan, PROFILE, machine), PROFILE, machine)
+        assert (row.step_s, row.swap_bytes) == (trace.makespan_s, trace.swap_bytes)
+        assert row.peak_bytes == max(peak_bytes(trace.program))
+        assert row.loss == pytest.approx(row.step_s / found.step_s - 1)
+        changed = {line.split(":")[0] for line in difference(MIRRORED, row.plan).splitlines()}
+        assert changed <= SWITCHES[row.switch]
+        assert changed
+    assert found["prefetch"].loss > 0.001
+    assert found["kept activations"].loss > 0.01
+    assert found["resident weights"].swap_bytes > found.swap_bytes
+    assert found["staying"].plan == MIRRORED.with_(mirrored=False, resident_packs=(), kept_packs=(), device_stash=())
+
+
+def test_what_stays_in_a_pack_stays_in_its_layers_without_packing() -> None:
+    plan = ablation(MIRRORED, PROFILE, toys.gpus(2, memory_bytes=10**8))["packing"].plan
+    assert plan is not None
+    assert plan.resident_packs == tuple((layer, layer + 1) for layer in range(6))
+    assert plan.kept_packs == plan.resident_packs[2:]
+    assert (plan.num_layers, len(plan.forward_packs), len(plan.backward_packs)) == (8, 7, 8)
+
+
+def test_grouping_off_is_the_streaming_baseline() -> None:
+    (baseline,) = baselines(PROFILE, MACHINE, 16, names=("zero-infinity order",))
+    row = ablation(search(PROFILE, MACHINE, 16, shown=2).best, PROFILE, MACHINE)["grouping"]
+    assert (row.step_s, row.swap_bytes) == (baseline.step_s, baseline.swap_bytes)
+    assert row.plan is None
+    assert f"for each microbatch of {baseline.microbatch_size}" in row.instead
+
+
+def test_switches_that_a_plan_does_without_say_so() -> None:
+    plan = Plan.parse("pp minibatch=8 forward=2[0:1,1:2] backward=2[0:1,1:2,2:3] devices=0 prefetch=0 update=end")
+    found = ablation(plan, toys.profile(3), AMPLE)
+    reasons = {row.switch: row.reason for row in found.rows if row.step_s is None}
+    assert reasons == {
+        "just-in-time update": "the plan updates at the end",
+        "peer transfers": "the plan is for one device",
+        "packing": "the plan has packs of one layer",
+        "prefetch": "the plan fetches nothing ahead",
+        "staying": "the plan leaves nothing on the devices",
+    }
+    hostbound = replace(toys.gpus(2, memory_bytes=10**8), peer_transfers=False)
+    assert "do not reach each other" in ablation(MIRRORED, PROFILE, hostbound)["peer transfers"].reason
+
+
+def test_a_variant_that_is_not_possible_says_why() -> None:
+    whole = toys._value("whole", 10, batch_dim=None)
+    profile = replace(PROFILE, boundaries=(PROFILE.boundaries[0], (whole,), *PROFILE.boundaries[2:]))
+    plan = Plan.parse("pp minibatch=8 forward=4[0:4] backward=2[0:4,4:8] devices=0,1")
+    row = ablation(plan, profile, toys.gpus(2, memory_bytes=10**8))["packing"]
+    assert row.step_s is row.loss is row.swap_bytes is None
+    assert row.reason.startswith("packs of one layer: ")
+    assert "1" in row.reason
+
+
+def test_the_plan_itself_must_fit() -> None:
+    with pytest.raises(PlanDoesNotFitError):
+        ablation(MIRRORED, PROFILE, toys.gpus(2, memory_bytes=2_000_000))
+
+
+def test_the_table_has_every_switch_within_eighty_columns() -> None:
+    found = ablation(MIRRORED, PROFILE, toys.gpus(2, memory_bytes=10**8))
+    text, frame = str(found), found.to_frame()
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for row in found.rows:
+        assert row.switch in text
+        assert f"{row.loss:+.1%}" in text
+        assert f"<th>{row.switch}</th>" in found._repr_html_()
+    assert list(frame.switch) == [row.switch for row in found.rows]
+    assert Plan.parse(frame.plan[1]) == found.rows[1].plan
+    assert json.loads(json.dumps(found.to_json()))["rows"][1]["plan"] == frame.plan[1]
