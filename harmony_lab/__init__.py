@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Ablation": "planner.explain",
     "Certificate": "certificate",
     "Cost": "costs",
     "DecomposeError": "errors",
@@ -18,6 +19,7 @@ _HOMES = {
     "HostMemoryError": "errors",
     "Lab": "lab",
     "LayerSequence": "layers",
+    "Limits": "planner.limits",
     "Machine": "machine",
     "Mode": "plan",
     "OutOfRangeError": "errors",
@@ -32,9 +34,13 @@ _HOMES = {
     "Trace": "trace",
     "Trainer": "trainer",
     "TrainingError": "errors",
+    "ablation": "planner.explain",
     "check": "planner.check",
     "decompose": "profiler.decompose",
+    "difference": "plan",
     "estimate": "profiler.estimate",
+    "load_profile": "planner.published",
+    "limits": "planner.limits",
     "lower": "planner.lower",
     "probe_links": "profiler.links",
     "profile": "profiler.measure",
@@ -64,9 +70,12 @@ if TYPE_CHECKING:
     from harmony_lab.lab import Lab
     from harmony_lab.layers import LayerSequence
     from harmony_lab.machine import Machine
-    from harmony_lab.plan import Mode, Pack, Plan
+    from harmony_lab.plan import Mode, Pack, Plan, difference
     from harmony_lab.planner.check import check
+    from harmony_lab.planner.explain import Ablation, ablation
+    from harmony_lab.planner.limits import Limits, limits
     from harmony_lab.planner.lower import lower
+    from harmony_lab.planner.published import load_profile
     from harmony_lab.planner.search import SearchResult, search
     from harmony_lab.profiler.decompose import decompose
     from harmony_lab.profiler.estimate import estimate

@@ -1,6 +1,7 @@
-"""The command line: ``harmony-lab demo``, ``harmony-lab plan`` and ``harmony-lab bench``."""
+"""The command line: ``harmony-lab demo``, ``plan``, ``machine`` and ``bench``."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +59,20 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--minibatch", type=positive, default=32, help="samples per step (default 32)")
     plan.add_argument("--machine", metavar="PRESET", help="GPUs such as 4x3090, instead of --devices, --memory, --link")
     _add_machine(plan, memory_default="64MiB")
+    plan.add_argument(
+        "--explain", action="store_true", help="also what is not possible, the machine's limits, what each switch buys"
+    )
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write candidates, bound and explanation as JSON")
+    plan.add_argument("--save-plan", type=Path, metavar="FILE", help="write the best plan, for Plan.load")
     plan.set_defaults(command=_plan)
+
+    machine = commands.add_parser("machine", help="measure the links of the GPUs here, or of emulated devices")
+    add_emulated(machine)
+    machine.add_argument("--emulated", action="store_true", help="emulated devices even where there are GPUs")
+    machine.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the machine as measured, for Machine.from_json"
+    )
+    machine.set_defaults(command=_machine)
 
     bench = commands.add_parser("bench", help="benchmarks, which print what they measure")
     benches = bench.add_subparsers(required=True, metavar="BENCH")
@@ -80,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     notebook.add_argument("--layers", type=positive, default=48, help="of the GPT-2 (default 48)")
     notebook.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     notebook.set_defaults(command=_bench_notebook)
+    runtime = benches.add_parser("runtime", help="step times against plain PyTorch, two devices, overlap, chaos")
+    runtime.add_argument("--chaos-plans", type=positive, default=200, metavar="N", help="random plans (default 200)")
+    runtime.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    runtime.set_defaults(command=_bench_runtime)
+    prediction = benches.add_parser("prediction", help="predicted against measured steps on emulated devices")
+    prediction.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    prediction.set_defaults(command=_bench_prediction)
     return parser
 
 
@@ -105,18 +126,50 @@ def _demo(options: argparse.Namespace, console: Console) -> int:
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
     from harmony_lab.machine import Machine
+    from harmony_lab.planner.explain import ablation
+    from harmony_lab.planner.limits import limits
     from harmony_lab.planner.published import load_profile
     from harmony_lab.planner.search import search
-    from harmony_lab.terminal import bar, ranking_table
+    from harmony_lab.terminal import ablation_table, bar, limits_table, ranking_table, rejected_table
 
     profile = load_profile(options.profile)
     machine = Machine.preset(options.machine) if options.machine else emulated(options)
-    console.print(f"{profile}\n{machine}", soft_wrap=True)
+    console.print(f"{profile}\n{machine}")
+    if machine.devices[0].model and machine.devices[0].model not in profile.device:
+        console.print(f"Layers are taken to be as fast as they were on {profile.device}, where they were measured.")
     with bar(console, "search") as move:
         modes = (options.mode,) if options.mode else tuple(Mode)
         result = search(profile, machine, options.minibatch, modes=modes, progress=move)
     console.print(ranking_table(result))
-    console.print(f"{result.explain()}\nBest plan: {result.best}", soft_wrap=True)
+    for sentence in result.explain().split("  "):
+        console.print(sentence)
+    found = result.to_json() if options.json else {}
+    if options.explain:
+        limited, without = limits(profile, machine, result.best), ablation(result.best, profile, machine)
+        console.print(rejected_table(result), limits_table(limited), ablation_table(without))
+        found |= {"limits": limited.to_json(), "ablation": without.to_json()}
+    console.print(f"Best plan: {result.best}", soft_wrap=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.save_plan:
+        result.best.save(options.save_plan)
+    return 0
+
+
+def _machine(options: argparse.Namespace, console: Console) -> int:
+    from harmony_lab.machine import Backend, Machine
+    from harmony_lab.profiler.links import probe_links
+    from harmony_lab.terminal import links_table
+
+    found = Machine.detect()
+    if options.emulated or found.devices[0].backend is Backend.EMULATED:
+        found = emulated(options)
+    with console.status("measuring the links"):
+        probe = probe_links(found)
+    console.print(links_table(probe))
+    console.print(f"{probe}", soft_wrap=True)
+    if options.json:
+        options.json.write_text(json.dumps(probe.machine.to_json(), indent=1) + "\n")
     return 0
 
 
@@ -217,6 +270,40 @@ def _bench_notebook(options: argparse.Namespace, console: Console) -> int:
         found = bench_notebook(lab, progress=move)
     for name, value in found.items():
         console.print(f"{name}: {value:,}")
+    if options.json:
+        to_json(found, options.json)
+    return 0
+
+
+def _bench_runtime(options: argparse.Namespace, console: Console) -> int:
+    from harmony_lab.bench.runtime import bench_runtime, to_json
+    from harmony_lab.terminal import bar
+
+    with bar(console, "runtime") as move:
+        found = bench_runtime(chaos_plans=options.chaos_plans, progress=move)
+    for name, value in found.items():
+        console.print(f"{name}: {value:.3f}" if isinstance(value, float) else f"{name}: {value}", soft_wrap=True)
+    if options.json:
+        to_json(found, options.json)
+    return 0 if not found["chaos_failures"] else _CHECK_FAILED
+
+
+def _bench_prediction(options: argparse.Namespace, console: Console) -> int:
+    from rich.table import Table
+
+    from harmony_lab.bench.prediction import bench_prediction, to_json
+    from harmony_lab.terminal import bar
+    from harmony_lab.units import format_bytes, format_rate, format_seconds
+
+    with bar(console, "prediction") as move:
+        found = bench_prediction(progress=move)
+    table = Table("model", "mode", "link", "predicted", "measured", "error", "swapped")
+    for row in found["rows"]:
+        seconds = (format_seconds(row["predicted_s"]), format_seconds(row["measured_s"]))
+        link, swapped = format_rate(row["link_bytes_per_s"]), format_bytes(row["swap_bytes_measured"])
+        table.add_row(row["model"], row["plan"][:2], link, *seconds, f"{row['error']:.1%}", swapped)
+    console.print(table)
+    console.print(f"median error {found['median_error']:.1%}, worst {found['worst_error']:.1%}")
     if options.json:
         to_json(found, options.json)
     return 0

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import numpy.typing as npt
 try:
     import numba
 except ImportError:  # planning works without it, about twenty times slower
-    numba = None
+    numba = None  # type: ignore[assignment] # mypy takes the import for granted
 
 __all__ = ["Bool", "Float", "Floats", "Int", "Ints", "compile_ahead", "compiled", "is_ready"]
 
@@ -42,13 +42,14 @@ def compiled(function: F) -> F:
         return function
     for name in ("max", "min"):  # torch.export replaces the builtins for a while, and numba would take what is there
         function.__globals__.setdefault(name, _BUILTINS[name])
-    given = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = given or str(_folder())  # read while a function is being marked
+    config: Any = numba.config
+    given = config.CACHE_DIR
+    config.CACHE_DIR = given or str(_folder())  # read while a function is being marked
     try:
-        made: F = numba.njit(cache=True, nogil=True)(function)
-        return made
+        made: Any = numba.njit(cache=True, nogil=True)(function)
     finally:
-        numba.config.CACHE_DIR = given
+        config.CACHE_DIR = given
+    return cast(F, made)
 
 
 @cache

@@ -368,6 +368,9 @@ class Profile:
             + ("; from earlier measurements (cached)" if self.cached else "")
         )
 
+    def __repr__(self) -> str:
+        return f"<Profile{str(self).removeprefix('profile')}>"
+
     def _repr_html_(self) -> str:
         size = self.microbatch_sizes[-1]
         rows = []

@@ -10,7 +10,8 @@ from harmony_lab.errors import HostMemoryError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import HOST, Backend, Machine
 from harmony_lab.planner.check import peak_bytes
-from harmony_lab.program import Block, Program, TensorKind
+from harmony_lab.planner.limits import busiest_on_host
+from harmony_lab.program import Program, TensorKind
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes
 
@@ -134,7 +135,7 @@ def forecast(
     """What training takes whose iterations are ``predicted``.  ``accumulate``: minibatches per update."""
     from harmony_lab.runtime.host_memory import available_bytes
 
-    gradients, stash = _busiest(predicted)
+    gradients, stash = busiest_on_host(predicted)
     held = _state_bytes(layers, optimizer)
     state = max(held, profile.optimizer_state_bytes or _measured_state_bytes(layers, optimizer))
     peaks = peak_bytes(predicted.program)
@@ -155,26 +156,6 @@ def forecast(
         present_bytes=layers.parameter_bytes + held,
         available_bytes=min(available_bytes(), machine.host.memory_bytes),
     )
-
-
-def _busiest(trace: Trace) -> tuple[int, int]:
-    """(bytes of gradients, of anything else) in host blocks at the moment with most of both."""
-    program = trace.program
-    ends = float(trace.end_s.max(initial=0.0))
-    freed_s = {block: trace.end_s[number] for number, op in enumerate(program.ops) for block in op.frees}
-    changes: list[tuple[float, int, Block]] = []
-    for number, op in enumerate(program.ops):
-        for index in op.writes:
-            block = program.blocks[index]
-            if block.device == HOST:
-                changes.append((float(trace.start_s[number]), 1, block))
-                changes.append((float(freed_s.get(index, ends)), -1, block))
-    alive, most = [0, 0], [0, 0]
-    for _, sign, block in sorted(changes, key=lambda change: (change[0], -change[1])):
-        alive[block.kind is not TensorKind.GRADIENT] += sign * block.num_bytes
-        if sum(alive) > sum(most):
-            most = list(alive)
-    return most[0], most[1]
 
 
 def _state_bytes(layers: LayerSequence, optimizer: "Optimizer") -> int:

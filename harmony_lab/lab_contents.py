@@ -1,5 +1,6 @@
 """What there is to show of a Lab by now, for reports and for its static form."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harmony_lab.units import format_bytes
@@ -7,7 +8,9 @@ from harmony_lab.units import format_bytes
 if TYPE_CHECKING:
     from harmony_lab.lab import Lab
 
-__all__ = ["contents"]
+__all__ = ["contents", "fragment_html", "write_report"]
+
+_SHOWN_PLANS = 8
 
 
 def contents(lab: "Lab") -> dict[str, Any]:
@@ -27,7 +30,10 @@ def contents(lab: "Lab") -> dict[str, Any]:
 
 def _facts(lab: "Lab") -> dict[str, str]:
     facts = {"model": repr(lab.layers), "minibatch": str(lab.minibatch_size)}
+    if lab.only_planned:
+        facts["only planned"] = lab.only_planned
     if lab.profile is not None:
+        facts["costs"] = f"per layer and microbatch, on {lab.profile.device}"
         facts["training state"] = (
             f"{format_bytes(lab.profile.state_bytes)} of weights, gradients and optimizer state, without "
             f"activations; the devices together hold {format_bytes(sum(lab.machine.budgets))}"
@@ -39,3 +45,21 @@ def _facts(lab: "Lab") -> dict[str, str]:
     if lab.run is not None:
         facts["run"] = str(lab.run)
     return facts
+
+
+def fragment_html(lab: "Lab") -> str:
+    """The static form, to stand in a notebook's output."""
+    from harmony_lab.figures.report import sections_html, training_sections
+
+    shown = contents(lab) | {"profile": None}
+    if shown["result_frame"] is not None:
+        shown["result_frame"] = shown["result_frame"].head(_SHOWN_PLANS)
+    return sections_html(training_sections(**shown))
+
+
+def write_report(lab: "Lab", target: Path) -> Path:
+    """One HTML page that opens offline."""
+    from harmony_lab.figures.report import training_report
+
+    target.write_text(training_report(**contents(lab)), encoding="utf-8")
+    return target

@@ -7,6 +7,7 @@ shares the links above them::
                          └───── gpu1          off the uplink
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -246,8 +247,9 @@ class Machine:
     def detect(cls) -> "Machine":
         """The CUDA GPUs of this computer, with what is free on them now; without any, two emulated devices.
 
-        Every GPU is taken to have a PCIe 3.0 x16 link of its own to the host (change it with ``with_``).  A tenth of
-        each card's free memory, at least 256 MiB, is left to the framework's context and allocator.
+        Every GPU is taken to have a PCIe 3.0 x16 link of its own to the host; ``harmony_lab.probe_links`` measures what
+        the links carry and which are shared, and gives the machine with that.  A tenth of each card's free memory, at
+        least 256 MiB, is left to the framework's context and allocator.
         """
         import torch
 
@@ -363,8 +365,15 @@ def check_schema(data: Mapping[str, Any], schema: str, version: int) -> None:
         )
 
 
-def _this_host(memory_bytes: int | None) -> Host:
-    import psutil
+def free_host_bytes() -> int:
+    """What the system can still give, where it tells: all that is free without psutil, caches not counted."""
+    try:
+        import psutil
+    except ImportError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().available)
 
-    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
-    return Host(memory_bytes=memory_bytes or psutil.virtual_memory().available, num_cores=cores)
+
+def _this_host(memory_bytes: int | None) -> Host:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Host(memory_bytes=memory_bytes or free_host_bytes(), num_cores=cores)

@@ -5,16 +5,20 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harmony_lab.errors import PlanError
 from harmony_lab.machine import check_schema
 
-__all__ = ["Mode", "Pack", "Plan", "microbatches"]
+__all__ = ["Mode", "Pack", "Plan", "difference", "microbatches"]
 
 SCHEMA_VERSION = 1
 _PACKS = ("forward_packs", "backward_packs", "resident_packs", "kept_packs")
+_COUNTS = ("minibatch_size", "forward_microbatch_size", "backward_microbatch_size", "prefetch")
+_SWITCHES = ("peer_transfers", "just_in_time_update", "mirrored")
+_INDICES = ("devices", "device_stash")
 _KEYS = {
     *("minibatch", "forward", "backward", "devices", "prefetch", "peer", "update"),
     *("mirrored", "resident", "kept", "stash"),
@@ -79,14 +83,26 @@ class Plan:
     fingerprint: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mode", Mode(self.mode))
-        for name in _PACKS:
-            object.__setattr__(self, name, tuple(Pack(*pack) for pack in getattr(self, name)))
-        for name in ("devices", "device_stash"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        violations = list(self._violations())
+        violations = list(self._mistyped()) or list(self._violations())
         if violations:
             raise PlanError("this plan breaks invariants", violations)
+
+    def _mistyped(self) -> Iterable[str]:
+        """What is of another type than its knob; sequences become tuples on the way."""
+        if self.mode in set(Mode):
+            object.__setattr__(self, "mode", Mode(self.mode))
+        else:
+            yield f"mode must be dp or pp, got {self.mode!r}"
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                yield f"{name} must be True or False, got {getattr(self, name)!r}"
+        for name in (*_COUNTS, *_INDICES, *_PACKS):
+            given = getattr(self, name)
+            try:
+                object.__setattr__(self, name, _whole(name, given))
+            except TypeError:
+                like = "a whole number" if name in _COUNTS else "whole numbers like (0, 1)"
+                yield f"{name} must be {'packs like ((0, 2), (2, 5))' if name in _PACKS else like}, got {given!r}"
 
     def _violations(self) -> Iterable[str]:
         if self.minibatch_size < 1:
@@ -178,9 +194,10 @@ class Plan:
 
     def with_(self, **changes: Any) -> "Plan":
         """The same plan with some knobs changed; raises ``PlanError`` where the result breaks invariants."""
-        unknown = sorted(set(changes) - {f.name for f in fields(self)})
+        known = [f.name for f in fields(self)]
+        unknown = [f"{name!r} is no knob of a plan" for name in sorted(set(changes) - set(known))]
         if unknown:
-            raise PlanError("unknown knobs", [f"{name!r} is no knob of a plan" for name in unknown])
+            raise PlanError("unknown knobs", [*unknown, f"there are {', '.join(known)}"])
         return replace(self, **changes)
 
     def for_minibatch(self, minibatch_size: int) -> "Plan":
@@ -284,6 +301,46 @@ class Plan:
 def microbatches(start: int, stop: int, size: int) -> tuple[tuple[int, int], ...]:
     """Samples [start, stop) in microbatches of ``size``; the last may be smaller."""
     return tuple((first, min(first + size, stop)) for first in range(start, stop, size))
+
+
+def difference(a: Plan, b: Plan) -> str:
+    """The knobs in which ``b`` differs from ``a``, one per line; empty where none does.
+
+    Of packs that tile layers, those at the beginning and at the end that both have are left out.
+    """
+    lines = []
+    for knob in fields(Plan):
+        before, after = getattr(a, knob.name), getattr(b, knob.name)
+        if not knob.compare or before == after:
+            continue
+        same = ""
+        if knob.name in ("forward_packs", "backward_packs"):
+            counts = f"{len(before)} → {len(after)} packs, "
+            before, after, num_left_out = _where_unlike(before, after)
+            same = f" ({counts}{num_left_out} as before)"
+        lines.append(f"{knob.name}: {_shown(before)} → {_shown(after)}{same}")
+    return "\n".join(lines)
+
+
+def _where_unlike(before: tuple[Pack, ...], after: tuple[Pack, ...]) -> tuple[tuple[Pack, ...], tuple[Pack, ...], int]:
+    """Without what both begin and end with, and how many that is."""
+    most = min(len(before), len(after))
+    first = next((i for i in range(most) if before[i] != after[i]), most)
+    last = next((i for i in range(most - first) if before[-1 - i] != after[-1 - i]), most - first)
+    return before[first : len(before) - last], after[first : len(after) - last], first + last
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return (_joined(value) or "none") if isinstance(value, tuple) else str(value)
+
+
+def _whole(name: str, given: Any) -> Any:
+    """The value of a knob that counts, indexes or packs; raises ``TypeError`` where it is none."""
+    if name in _COUNTS:
+        return index(given)
+    return tuple(Pack(*map(index, pack)) for pack in given) if name in _PACKS else tuple(map(index, given))
 
 
 def _tiling(name: str, packs: Sequence[Pack], start: int, stop: int) -> Iterable[str]:

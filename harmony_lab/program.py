@@ -417,6 +417,12 @@ class Program:
             resident=_ints(header["resident"]) if "resident" in header else (),
         )
 
+    def __repr__(self) -> str:
+        return (
+            f"<Program of {len(self.ops)} ops over {len(self.blocks)} blocks: minibatch of {self.minibatch_size}, "
+            f"{self.num_layers} layers, {self.num_devices} devices>"
+        )
+
     def _repr_html_(self) -> str:
         counts: dict[OpKind, int] = {}
         for op in self.ops:

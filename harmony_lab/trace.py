@@ -178,3 +178,6 @@ class Trace:
             f"{self.origin} iteration: {format_seconds(self.makespan_s)}, {format_bytes(self.swap_bytes)} swapped, "
             f"{format_bytes(self.peer_bytes)} between devices, {self.bubble_fraction:.0%} idle, peak memory {peaks}"
         )
+
+    def __repr__(self) -> str:
+        return f"<Trace of a {self}>"

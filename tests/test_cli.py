@@ -18,10 +18,10 @@ from harmony_lab.costs import Profile
 from harmony_lab.demo import DemoSettings, Outcome, source_batches
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
-from harmony_lab.planner.search import Rejected, search
+from harmony_lab.planner.search import Rejected, SearchResult, search
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.measure import profile
-from harmony_lab.terminal import ranking_table
+from harmony_lab.terminal import ranking_table, rejected_table
 from harmony_lab.units import format_rate, parse_bytes, parse_rate
 
 
@@ -139,6 +139,76 @@ def test_plan_ranks_plans_of_a_saved_profile(saved_profile: Path, capsys: pytest
     assert (plan.mode, plan.minibatch_size, plan.num_devices) == ("dp", 8, 2)
 
 
+def test_plan_explains_itself_within_eighty_columns_and_writes_what_it_found(
+    saved_profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found, saved = tmp_path / "found.json", tmp_path / "plan.json"
+    arguments = ["plan", str(saved_profile), "--devices", "2", "--memory", "1MiB", "--minibatch", "8", "--explain"]
+    assert main([*arguments, "--json", str(found), "--save-plan", str(saved)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith("Best plan: "))
+    output = " ".join(" ".join(lines).split())
+    for part in ("What binds is", "largest backward microbatch", "What each switch buys", "just-in-time update"):
+        assert part in output
+    data, plan = json.loads(found.read_text()), Plan.load(saved)
+    assert Plan.from_json(data["candidates"][0]["plan"]) == plan
+    assert f"Best plan: {plan}" in lines
+    assert data["explanation"].split(".")[0] in output
+    assert data["ablation"]["plan"] == str(plan)
+    assert {row["switch"] for row in data["ablation"]["rows"]} >= {"grouping", "packing", "prefetch"}
+    assert data["limits"]["backward"]["size"] == 8
+    assert data["limits"]["host"]["weight_bytes"] == Profile.load(saved_profile).weight_bytes(0, 4)
+
+
+def test_plan_without_explain_writes_no_ablation(saved_profile: Path, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    assert main(["plan", str(saved_profile), "--minibatch", "8", "--mode", "dp", "--json", str(found)]) == 0
+    data = json.loads(found.read_text())
+    assert "ablation" not in data
+    assert data["lower_bound_s"] <= data["candidates"][0]["step_s"]
+
+
+def test_plan_says_where_layers_were_measured_if_that_is_another_device(
+    saved_profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(saved_profile), "--machine", "2x3090", "--minibatch", "8"]) == 0
+    assert "Layers are taken to be as fast as they were on" in capsys.readouterr().out
+    assert main(["plan", str(saved_profile), "--minibatch", "8"]) == 0
+    assert "as fast as they were" not in capsys.readouterr().out
+
+
+def test_the_ranking_shows_one_plan_of_each_shape(saved_profile: Path) -> None:
+    found = search(Profile.load(saved_profile), Machine.emulated(2, memory="1MiB"), 8)
+    twice = replace(found, candidates=tuple(c for c in found.candidates for _ in range(2)))
+    table = ranking_table(twice, limit=1000)
+    shapes = list(zip(*(list(table.columns[i].cells) for i in (1, 2, 3)), strict=True))
+    assert len(set(shapes)) == len(shapes) == len(set(_shapes(found)))
+    assert next(iter(table.columns[0].cells)) == "0"
+
+
+def _shapes(found: SearchResult) -> list[tuple[Any, ...]]:
+    return [
+        (
+            c.plan.mode,
+            *(len(c.plan.forward_packs), c.plan.forward_microbatch_size if c.plan.forward_packs else 0),
+            *(len(c.plan.backward_packs), c.plan.backward_microbatch_size),
+        )
+        for c in found.candidates
+    ]
+
+
+def test_what_is_not_possible_is_told_by_group(saved_profile: Path) -> None:
+    found = search(Profile.load(saved_profile), Machine.emulated(2, memory="1MiB"), 8)
+    rejected = tuple(Rejected(f"dp, microbatches of {size}", "too large [really]") for size in range(9))
+    single = (Rejected("dp minibatch=8", "backward is too much"), Rejected("pp minibatch=8", "that too"))
+    table = rejected_table(replace(found, rejected=rejected + single))
+    whats, whys = (list(column.cells) for column in table.columns)
+    assert whats[0] == "dp, microbatches of 0"
+    assert whats[-2:] == ["and 3 more such", "2 plans, such as one in dp"]
+    assert whys[-1] == "backward is too much"
+
+
 def test_plan_that_cannot_fit_is_an_error_without_traceback(
     saved_profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,7 +293,7 @@ def test_the_ranking_tells_simulated_plans_from_those_ruled_out_skipped_and_too_
     assert ranking_table(all_simulated).title == f"{len(found.candidates)} plans fit and were simulated"
     some = replace(found, num_bounded=7, num_skipped=5, rejected=(Rejected("dp", "too large"),))
     assert ranking_table(some).title == (
-        f"{len(found.candidates)} plans fit and were simulated; 7 ruled out by their lower bound; "
+        f"{len(found.candidates)} plans fit and were simulated; 7 ruled out by bounds and forecasts; "
         "5 not simulated: enough were; 1 do not fit"
     )
 
@@ -241,3 +311,18 @@ def test_the_models_benchmark_writes_a_row_per_model(tmp_path: Path) -> None:
     assert [row["supported"] for row in rows] == [True, True]
     assert all(1.0 <= row["peak_predicted_bytes"] / row["peak_measured_bytes"] <= 1.05 for row in rows)
     assert all(row["max_grad_diff"] < 1e-5 for row in rows)
+
+
+def test_machine_measures_the_links_and_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.json"
+    arguments = ["--emulated", "--devices", "2", "--memory", "8MiB", "--link", "200MB/s", "--json", str(path)]
+    assert main(["machine", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("host → emu1") == 2  # alone and both at once
+    assert "emu0 → emu1" in printed
+    assert "all data right" in printed
+    found = Machine.from_json(json.loads(path.read_text()))
+    assert found.num_devices == 2
+    assert all(0 < link.bytes_per_s < 1.1 * 200e6 for link in found.links if link.parent != "host")

@@ -466,3 +466,52 @@ def test_a_plan_may_be_given_as_its_text() -> None:
     text = str(lab.plan.with_(prefetch=0))
     assert lab.choose(text).plan == Plan.parse(text)
     lab.close()
+
+
+# -- machines that are not at hand --------------------------------------------------------------------------------
+
+
+def test_a_machine_that_is_not_at_hand_is_estimated_and_planned_for() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = mlp_batch(MINIBATCH)
+    with Lab(model, data, optimizer, loss_fn=cross_entropy, minibatch_size=MINIBATCH, machine="4x1080ti") as lab:
+        assert lab.machine == Machine.preset("4x1080ti")
+        assert "4x1080ti is not at hand" in lab.only_planned
+        lab.prepare()
+        assert lab.profile is not None
+        assert "estimated" in lab.profile.device
+        assert lab.forecast().available_bytes == lab.machine.host.memory_bytes
+        with pytest.raises(HarmonyError, match=r"this Lab cannot train\. 4x1080ti is not at hand"):
+            lab.launch([data], 1)
+        assert "not at hand" in lab._repr_html_()
+
+
+class MeanOfSquares(nn.Module):
+    """Its forward is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).square().mean()
+
+
+def test_a_model_without_data_is_planned_for_on_any_machine_with_gpus() -> None:
+    with torch.device("meta"):
+        model = MeanOfSquares()
+    with Lab(model, torch.zeros(4, 8), minibatch_size=4, machine="2x4090") as lab:
+        assert "on the meta device" in lab.only_planned
+        assert lab.prepare().plan is not None
+
+
+def test_machines_here_are_measured(lab: Lab) -> None:
+    assert not lab.only_planned
+    assert "estimated" not in lab.measure().device
+
+
+def test_measuring_again_goes_past_the_cache(lab: Lab) -> None:
+    lab.measure()
+    assert lab.measure().cached
+    assert not lab.measure(cache=False).cached

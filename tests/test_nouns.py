@@ -12,6 +12,7 @@ from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError, OutOfRangeError, PlanError, ProgramError
 from harmony_lab.machine import HOST, Device, Host, Link, Machine
 from harmony_lab.plan import Plan
+from harmony_lab.planner.search import search
 from harmony_lab.program import Program, shard_bounds
 from harmony_lab.units import format_bytes, format_count, format_seconds, parse_bytes, parse_rate
 
@@ -180,3 +181,12 @@ def test_numbers_people_read() -> None:
         "3 min 05 s",
     ]
     assert format_count(6_410_000) == "6.41 M"
+
+
+def test_records_are_one_line_at_the_prompt() -> None:
+    profile, machine = toys.profile(4), toys.gpus(2, memory_bytes=6_000_000)
+    trace = search(profile, machine, 4).best_trace
+    assert repr(profile).startswith("<Profile of toy on ")
+    assert repr(trace) == f"<Trace of a {trace}>"
+    ops, blocks = len(trace.program.ops), len(trace.program.blocks)
+    assert repr(trace.program) == f"<Program of {ops} ops over {blocks} blocks: minibatch of 4, 4 layers, 2 devices>"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harmony_lab.errors import PlanError
-from harmony_lab.plan import Pack, Plan
+from harmony_lab.plan import Pack, Plan, difference
 
 # Seven stages on three devices: 0:2 runs first and last, on device 0; 2:4 on device 1 forward and on device 2 backward.
 ROUND = Plan.parse("pp minibatch=8 forward=2[0:2,2:4,4:6] backward=2[0:2,2:4,4:6,6:8] devices=0,1,2")
@@ -69,3 +69,43 @@ def test_everything_that_is_wrong_is_listed_at_once() -> None:
     with pytest.raises(PlanError) as caught:
         ROUND.with_(resident_packs=((0, 4),), kept_packs=((2, 4),), device_stash=(3,), prefetch=-1)
     assert len(caught.value.violations) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "zz"}, "mode must be dp or pp, got 'zz'"),
+        ({"prefetch": 1.5}, "prefetch must be a whole number, got 1.5"),
+        ({"peer_transfers": "off"}, "peer_transfers must be True or False, got 'off'"),
+        ({"devices": 2}, r"devices must be whole numbers like \(0, 1\), got 2"),
+        ({"device_stash": "2"}, "device_stash must be whole numbers"),
+        ({"resident_packs": (0, 2)}, r"resident_packs must be packs like \(\(0, 2\), \(2, 5\)\), got \(0, 2\)"),
+        ({"recompute": False}, "'recompute' is no knob of a plan\n.* there are mode, .*kept_packs"),
+    ],
+)
+def test_values_that_are_none_of_their_knob_are_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        MIRRORED.with_(**changes)
+
+
+def test_a_difference_names_the_knobs_and_the_packs_that_are_not_the_same() -> None:
+    other = MIRRORED.with_(
+        forward_packs=((0, 2), (2, 3), (3, 6)), prefetch=0, peer_transfers=False, resident_packs=((0, 2),)
+    )
+    assert difference(MIRRORED, other).splitlines() == [
+        "forward_packs: 2:4,4:6 → 2:3,3:6 (3 → 3 packs, 1 as before)",
+        "prefetch: 1 → 0",
+        "peer_transfers: on → off",
+        "resident_packs: none → 0:2",
+    ]
+    assert difference(MIRRORED, MIRRORED.with_(fingerprint="other")) == ""
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_plans_that_differ_say_so_in_either_direction(seed: int) -> None:
+    rng = random.Random(seed)
+    a, b = toys.random_plan(rng, 6), toys.random_plan(rng, 6)
+    there, back = difference(a, b).splitlines(), difference(b, a).splitlines()
+    assert bool(there) == (a != b)
+    assert [line.split(":")[0] for line in there] == [line.split(":")[0] for line in back]

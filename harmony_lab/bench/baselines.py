@@ -76,7 +76,7 @@ def _minibatch_sizes(folder: Path) -> dict[str, int]:
 
 
 def _rows(profile: Profile, count: int, minibatch_size: int, names: Sequence[str]) -> list[dict[str, Any]]:
-    machine = Machine.preset(f"{count}x1080ti")
+    machine = Machine.preset(f"{count}x1080ti, host 2TiB")
     ours: dict[str, Any] = {"ours_step_s": None, "ours_swap_bytes": None, "ours_plan": None}
     try:
         best = search(profile, machine, minibatch_size).candidates[0]

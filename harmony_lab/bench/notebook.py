@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from harmony_lab.costs import Profile
 from harmony_lab.figures.memory import memory_spec
 from harmony_lab.figures.spec import spec_json
 from harmony_lab.figures.timeline import timeline_spec
 from harmony_lab.lab import Lab
-from harmony_lab.machine import Machine
-from harmony_lab.profiler.estimate import estimate
 from harmony_lab.trace import MemoryTimeline, Trace
 
 __all__ = ["bench_notebook", "gpt2_xl_lab", "repeated", "to_json"]
@@ -32,18 +29,6 @@ _PATIENCE_S = 300.0
 _MODEL_LAYERS, _WIDTH, _HEADS = 48, 1600, 25
 
 
-class _PlanningLab(Lab):
-    """A Lab for devices that are not at hand: costs are estimated."""
-
-    def measure(self, progress: Callable[[int, int, str], None] | None = None) -> Profile:
-        with self._work:
-            self._profile = estimate(
-                self.layers, self.machine, self.optimizer, minibatch_size=self.minibatch_size, progress=progress
-            )
-        self._listeners.notify("profile")
-        return self._profile
-
-
 def gpt2_xl_lab(num_layers: int = _MODEL_LAYERS) -> Lab:
     """A GPT-2 XL without data, on four GTX 1080 Ti, minibatches of 64; fewer layers for a quick look."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -54,7 +39,7 @@ def gpt2_xl_lab(num_layers: int = _MODEL_LAYERS) -> Lab:
     ids = torch.zeros(2, _CONTEXT, dtype=torch.long, device="meta")
     optimizer = torch.optim.AdamW(model.parameters())
     batch = {"input_ids": ids, "labels": ids}
-    return _PlanningLab(model, batch, optimizer, minibatch_size=_MINIBATCH, machine=Machine.preset(_MACHINE))
+    return Lab(model, batch, optimizer, minibatch_size=_MINIBATCH, machine=_MACHINE)
 
 
 def bench_notebook(
@@ -72,6 +57,7 @@ def bench_notebook(
 
     lab.prepare()
     progress(1, num_turns + 3, "planned")
+    others = set(_widgets_state())
     with _recording() as sent:
         dashboard = Dashboard(lab, namespace=dict)
         dashboard.settle_effects(_PATIENCE_S)
@@ -80,7 +66,7 @@ def bench_notebook(
         for number, (name, value) in enumerate(_turns(dashboard.knobs.controls, num_turns)):
             turns.append(_turn(dashboard, sent, name, value))
             progress(2 + number, num_turns + 3, name)
-        saved_bytes = _saved_bytes(lab, dashboard.view)
+        saved_bytes = _saved_bytes(lab, dashboard.view, others)
         dashboard.close()
     progress(num_turns + 2, num_turns + 3, "100,000 spans")
     assert lab.predicted is not None
@@ -179,12 +165,19 @@ def _turn(dashboard: Any, sent: _Sent, name: str, value: Any) -> tuple[float, in
     return seconds, sent.num_bytes - before
 
 
-def _saved_bytes(lab: Lab, view: Any) -> int:
+def _saved_bytes(lab: Lab, view: Any, others: set[str]) -> int:
     """Of a notebook with this dashboard as its one output: widgets, their state, and the static form."""
+    outputs = [view._repr_mimebundle_(), {"text/html": lab._repr_html_(), "text/plain": repr(lab)}]
+    state = {name: value for name, value in _widgets_state().items() if name not in others}
+    return len(json.dumps({"outputs": outputs, "metadata": state}, default=str))
+
+
+def _widgets_state() -> dict[str, Any]:
+    """Of all widgets that are open, by name."""
     from ipywidgets import Widget
 
-    outputs = [view._repr_mimebundle_(), {"text/html": lab._repr_html_(), "text/plain": repr(lab)}]
-    return len(json.dumps({"outputs": outputs, "metadata": Widget.get_manager_state()}, default=str))
+    state: dict[str, Any] = Widget.get_manager_state()["state"]
+    return state
 
 
 # -- many spans ---------------------------------------------------------------------------------------------------

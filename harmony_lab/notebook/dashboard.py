@@ -1,31 +1,30 @@
 """Dashboard: a view of a Lab, with candidates, knobs, pictures, what-ifs and launch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from harmony_lab.errors import HarmonyError
-from harmony_lab.figures.comparison import Side
-from harmony_lab.forecast import forecast
+from harmony_lab.lab_costs import forecast_on
 from harmony_lab.notebook.candidates import NONE_CHOSEN, CandidateTable
-from harmony_lab.notebook.compare_panel import ComparePanel, Option
-from harmony_lab.notebook.contenders import Contenders
+from harmony_lab.notebook.compare_panel import ComparePanel
 from harmony_lab.notebook.control_names import ControlNames
 from harmony_lab.notebook.effects import effects
 from harmony_lab.notebook.header import header_html
 from harmony_lab.notebook.knob_panel import KnobCalls, KnobPanel
 from harmony_lab.notebook.knobs import Knobs
 from harmony_lab.notebook.launch_panel import LaunchPanel, first_batches, user_namespace
+from harmony_lab.notebook.layers_panel import LayersPanel
 from harmony_lab.notebook.machine_panel import MachinePanel
 from harmony_lab.notebook.pictures import Pictures
 from harmony_lab.notebook.requests import History, Requests
+from harmony_lab.notebook.sides import Sides
 from harmony_lab.notebook.text import (
     Weighed,
     error_html,
     error_words,
     note_html,
-    side,
     stylesheet_html,
     tiles,
     tiles_html,
@@ -34,7 +33,6 @@ from harmony_lab.notebook.text import (
 from harmony_lab.notebook.weak import weakly
 from harmony_lab.notebook.worker import Worker
 from harmony_lab.plan import Plan
-from harmony_lab.trace import Trace
 
 if TYPE_CHECKING:
     from harmony_lab.lab import Lab
@@ -45,7 +43,6 @@ _MOST_CANDIDATES = 10
 _PAINTING_S = 5.0  # patience with what is being painted when the Lab closes
 _EFFECTS_AFTER_S = 0.3  # so that nobody who still turns waits for them
 _VERIFIED_STEPS = 2
-_AT_HAND, _WHAT_IF = "plan", "what-if"
 
 
 class Dashboard:
@@ -70,7 +67,6 @@ class Dashboard:
         self._base: Plan | None = None  # what knobs are applied to: the reference or a plan that was typed
         self._requests = Requests()
         self._history = History()
-        self._contenders = Contenders(lab.machine, lab.minibatch_size)
         self._num_painted = 0  # plans
         self._hands = Worker("harmony-lab dashboard", self._failed)
         self._painter = Worker("harmony-lab dashboard painter", self._failed)
@@ -83,12 +79,18 @@ class Dashboard:
         calls = KnobCalls(weakly(self._turn), weakly(self._take), weakly(self._undo), weakly(self._reset))
         self.knobs = KnobPanel(calls)
         self.figures = ipywidgets.HTML()
-        self.compare = ComparePanel(self._side, self._compare)
         self.machine = MachinePanel(lab, self._offer)
+        self._sides = Sides(lab, _MOST_CANDIDATES, lambda: self.machine.best)
+        self.compare = ComparePanel(self._sides.side, self._compare)
+        self.layers = LayersPanel(weakly(self._measure_again), estimated=bool(lab.only_planned))
         self.pictures = Pictures(
             self._painter.submit,
-            self._candidate_traces,
-            [("Compare", self.compare.view, self.compare.draw), ("What if", self.machine.view, lambda: None)],
+            self._sides.candidate_traces,
+            [
+                ("Compare", self.compare.view, self.compare.draw),
+                ("What if", self.machine.view, lambda: None),
+                ("Layers", self.layers.view, self.layers.draw),
+            ],
         )
         self.launcher = LaunchPanel(weakly(self._launch), weakly(self._verify), namespace, data)
         self._hidden: list[Any] = []
@@ -143,6 +145,7 @@ class Dashboard:
         self.machine.close()
         self.compare.enable(False)
         self.launcher.close()
+        self.layers.enable(False)
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
@@ -162,6 +165,13 @@ class Dashboard:
 
     def _prepare(self) -> None:
         self.lab.prepare()
+
+    def _measure_again(self) -> None:
+        def measure() -> None:
+            self.lab.measure(cache=False)
+            self.lab.search()
+
+        self._hands.submit("measure", measure)
 
     def _choose_rank(self, rank: int) -> None:
         self._hands.submit("choose", lambda: self._choose(rank))
@@ -282,7 +292,8 @@ class Dashboard:
             self.table.show(frame, _MOST_CANDIDATES)
             self._offer()
             self.pictures.show_candidates(frame)
-            self.pictures.show_profile(profile)
+            self.layers.show(profile)
+            self.pictures.outdate("Layers")
 
     def _paint_plan(self) -> None:
         preview, profile = self.lab.chosen, self.lab.profile
@@ -312,12 +323,8 @@ class Dashboard:
         self.table.mark(self._rank(self._base))
 
     def _rank(self, plan: Plan) -> int:
-        shown = self._best_plans()
+        shown = self._sides.best_plans()
         return shown.index(plan) if plan in shown else NONE_CHOSEN
-
-    def _best_plans(self) -> list[Plan]:
-        result = self.lab.result
-        return [] if result is None else [candidate.plan for candidate in result.candidates[:_MOST_CANDIDATES]]
 
     def _caption(self) -> str:
         rank = self.table.selected
@@ -337,7 +344,8 @@ class Dashboard:
         def weigh() -> None:
             lab, trace = self.lab, plan.preview.trace
             if lab.optimizer is not None:
-                self.launcher.expect(trace.makespan_s, forecast(trace, lab.layers, lab.optimizer, profile, lab.machine))
+                expected = forecast_on(lab.machine, trace, lab.layers, lab.optimizer, profile)
+                self.launcher.expect(trace.makespan_s, expected)
             found = effects(
                 plan, reference.preview.plan, base, profile, self.lab.preview, lambda: number == self._num_painted
             )
@@ -350,7 +358,8 @@ class Dashboard:
         preview, run = self.lab.chosen, self.lab.run
         busy = run is not None and run.active
         problem = None if preview is None else preview.problem
-        self.launcher.allow(preview is not None and not busy and not self.lab.closed, problem)
+        ready = preview is not None and not busy and not self.lab.closed
+        self.launcher.allow(ready, problem, self.lab.only_planned)
 
     def _paint_run(self) -> None:
         run = self.lab.run
@@ -364,38 +373,13 @@ class Dashboard:
     def _failed(self, error: Exception) -> None:
         self.progress.layout.display = "none"
         self.message.value = ""
+        self.layers.enable(not self.lab.closed)
         self.trouble.value = error_html(error_words(error))
-
-    # -- what other parts ask -------------------------------------------------------------------------------------
 
     def _offer(self) -> None:
         """Tell the comparison what there is to compare."""
-        ranks = [(f"candidate {rank}", str(rank)) for rank in range(len(self._best_plans()))]
-        options: list[Option] = [("the plan at hand", _AT_HAND), *ranks]
-        options += [(f"baseline: {name}", name) for name in Contenders.names]
-        if self.machine.best is not None:
-            options.append(("the best plan of the what-if machine", _WHAT_IF))
-        self.compare.offer(options)
+        self.compare.offer(self._sides.options())
         self._compare()
-
-    def _side(self, key: str) -> Side | None:
-        if key in Contenders.names:
-            return None if self.lab.profile is None else self._contenders.side(key, self.lab.profile)
-        if key == _AT_HAND:
-            plan = None if self.lab.chosen is None else weighed(self.lab.chosen)
-        elif key == _WHAT_IF:
-            plan = self.machine.best
-        else:
-            plans = self._best_plans()
-            plan = weighed(self.lab.preview(plans[int(key)])) if key.isdigit() and int(key) < len(plans) else None
-        if plan is None:
-            return None
-        names = {_AT_HAND: "the plan at hand", _WHAT_IF: f"best on {plan.preview.trace.machine.name}"}
-        return side(names.get(key, f"candidate {key}"), plan)
-
-    def _candidate_traces(self) -> tuple[Sequence[str], Sequence[Trace]]:
-        plans = self._best_plans()
-        return [f"candidate {rank}" for rank in range(len(plans))], [self.lab.preview(plan).trace for plan in plans]
 
 
 def _section(title: str, content: Any, *, flex: str) -> Any:

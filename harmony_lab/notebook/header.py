@@ -15,6 +15,8 @@ __all__ = ["header_html"]
 def header_html(lab: "Lab") -> str:
     model = escape(repr(lab.layers).removeprefix("LayerSequence of "))
     lines = [f"<p>{escape(str(lab.machine))}; host memory {format_bytes(lab.machine.host.memory_bytes)}</p>"]
+    if lab.only_planned:
+        lines.append(f'<p class="harmony-planned">{escape(lab.only_planned)}</p>')
     profile, result = lab.profile, lab.result
     if profile is not None:
         lines.insert(0, f"<p>{_footprint(profile, lab)}</p>")

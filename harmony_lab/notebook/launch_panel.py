@@ -110,8 +110,13 @@ class LaunchPanel:
         if not self.source.value and names:
             self.source.value = names[0]
 
-    def allow(self, allowed: bool, problem: str | None) -> None:
-        """Let the user launch, unless the plan has a ``problem``: then the button says it."""
+    def allow(self, allowed: bool, problem: str | None, only_planned: str = "") -> None:
+        """Let the user launch, unless the plan has a ``problem`` or the Lab is ``only_planned``: then it is said."""
+        if only_planned:
+            self.launch.disabled = self.verify.disabled = True
+            self.launch.tooltip = only_planned
+            self.reason.value = note_html(only_planned)
+            return
         self.launch.disabled = self.verify.disabled = not allowed or problem is not None
         self.launch.tooltip = _LAUNCH if problem is None else f"this plan cannot be launched: {problem}"
         self.reason.value = "" if problem is None else note_html("This plan does not fit, so it cannot be launched.")

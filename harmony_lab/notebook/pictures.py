@@ -1,4 +1,4 @@
-"""The pictures of a plan: timeline and memory, links, swap volume, candidates, layers, and what was measured."""
+"""The pictures of a plan: timeline and memory, links, swap volume, candidates, and what was measured."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from harmony_lab.costs import Profile
 from harmony_lab.figures.candidates import candidates_spec
 from harmony_lab.figures.link_load import link_load_spec
 from harmony_lab.figures.memory import memory_spec
-from harmony_lab.figures.profile import profile_figure
 from harmony_lab.figures.swaps import candidate_swap_spec, link_utilisation, swap_spec
 from harmony_lab.figures.timeline import TIMELINE_LEFT, compare_spec, timeline_spec
 from harmony_lab.notebook.plot import Plot
@@ -43,13 +41,11 @@ class Pictures:
         self._lock = threading.Lock()
         self._trace: Trace | None = None
         self._frame: pandas.DataFrame | None = None
-        self._profile: Profile | None = None
         self._measured: tuple[Trace, Trace] | None = None
         self.timeline, self.memory = Plot(), Plot()
         self.links, self.utilisation = Plot(), Plot()
         self.swaps, self.candidate_swaps = Plot(), Plot()
         self.candidates = Plot()
-        self.layers = Plot()
         self.measured = Plot()
         self._unmeasured = ipywidgets.HTML("Launch the plan to see what was measured beside what was predicted.")
         tabs = [
@@ -58,7 +54,6 @@ class Pictures:
             ("Swaps", ipywidgets.VBox([self.swaps, self.candidate_swaps]), self._draw_swaps),
             ("Candidates", self.candidates, self._draw_candidates),
             *more,
-            ("Layers", self.layers, self._draw_layers),
             ("Measured", ipywidgets.VBox([self._unmeasured, self.measured]), self._draw_measured),
         ]
         self._titles = [title for title, _, _ in tabs]
@@ -76,10 +71,6 @@ class Pictures:
     def show_candidates(self, frame: "pandas.DataFrame") -> None:
         self._frame = frame
         self.outdate("Candidates", "Swaps")
-
-    def show_profile(self, profile: Profile) -> None:
-        self._profile = profile
-        self.outdate("Layers")
 
     def show_measured(self, predicted: Trace, measured: Trace) -> None:
         self._measured = predicted, measured
@@ -131,10 +122,6 @@ class Pictures:
     def _draw_candidates(self) -> None:
         if self._frame is not None:
             self.candidates.show(candidates_spec(self._frame))
-
-    def _draw_layers(self) -> None:
-        if self._profile is not None:
-            self.layers.show(profile_figure(self._profile).to_plotly_json())
 
     def _draw_measured(self) -> None:
         if self._measured is not None:

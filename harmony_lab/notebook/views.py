@@ -47,7 +47,6 @@ class Views:
         formatter.for_type_by_name(*_LAB, self.show_lab)
         formatter.for_type_by_name(*_RUN, self.show_run)
         self._formatters["text/html"].for_type_by_name(*_TRACE, _trace_html)
-        self._formatters["text/plain"].for_type_by_name(*_TRACE, lambda trace, page, _: page.text(str(trace)))
         self._shell.events.register("pre_run_cell", self.before_cell)
         self._shell.events.register("post_run_cell", self.after_cell)
 
@@ -55,8 +54,7 @@ class Views:
         formatter = self._shell.display_formatter.ipython_display_formatter
         for module, name in (_LAB, _RUN):
             _take_away(formatter, module, name)
-        for mime in ("text/html", "text/plain"):
-            _take_away(self._formatters[mime], *_TRACE)
+        _take_away(self._formatters["text/html"], *_TRACE)
         self._shell.events.unregister("pre_run_cell", self.before_cell)
         self._shell.events.unregister("post_run_cell", self.after_cell)
         for lab in named(self._shell.user_ns).values():

@@ -8,6 +8,38 @@ import numpy as np
 from harmony_lab.machine import HOST
 from harmony_lab.program import OP_CODES, STREAM_CODES, TENSOR_CODES, OpKind, Stream, TensorKind
 
+__all__ = [
+    "ACTIVATION",
+    "ACTIVATION_GRADIENT",
+    "ALL_REDUCE",
+    "BACKWARD",
+    "BUFFER",
+    "FORWARD",
+    "FREE",
+    "GRADIENT",
+    "HOST_DEVICE",
+    "INPUT",
+    "NONE",
+    "ON_COMPUTE",
+    "ON_HOST",
+    "ON_MEMORY",
+    "ON_PEER_IN",
+    "ON_PEER_OUT",
+    "ON_SWAP_IN",
+    "ON_SWAP_OUT",
+    "OPTIMIZER",
+    "RECOMPUTE",
+    "RECV",
+    "SAVED",
+    "SEND",
+    "SWAP_IN",
+    "SWAP_OUT",
+    "UPDATE",
+    "WEIGHT",
+    "WORKSPACE",
+    "ZERO",
+]
+
 FORWARD, RECOMPUTE, BACKWARD, UPDATE, SWAP_IN, SWAP_OUT, SEND, RECV, ALL_REDUCE, FREE = (
     np.int64(OP_CODES[kind]) for kind in OpKind
 )

@@ -52,7 +52,7 @@ RESIDENT = 13
 _NUM_COUNTS = 14
 
 FULL, DOES_NOT_FIT = 1, 2  # values of counts[STATUS]
-_STAGED_MOST = 4096
+_STAGED_MOST = 4096  # reads and frees of one op, at least
 
 
 # columns of Construction's tables
@@ -99,7 +99,7 @@ def construction(budgets: tuple[int, ...], num_ops: int, *, allow_overrun: bool 
         devices,
         np.full((num_devices, num_streams), _NONE, dtype=np.int64),
         np.empty((num_devices, num_ops, 2), dtype=np.int64),
-        np.empty((_STAGED_MOST, 3), dtype=np.int64),
+        np.empty((num_ops + _STAGED_MOST, 3), dtype=np.int64),
     )
 
 
@@ -128,7 +128,7 @@ def read(c: Construction, block: Int) -> None:
     if block < 0:
         return
     count = c.counts[STAGED_READS]
-    if count == _STAGED_MOST:
+    if count == len(c.staged):
         c.counts[STATUS] = FULL
         return
     for i in range(count):
@@ -145,7 +145,7 @@ def free(c: Construction, block: Int) -> None:
     if block < 0:
         return
     count = c.counts[STAGED_FREES]
-    if count == _STAGED_MOST:
+    if count == len(c.staged):
         c.counts[STATUS] = FULL
         return
     c.staged[count, TO_FREE] = block
@@ -180,7 +180,7 @@ def temporary(
     """The op being staged needs a block while it runs; the last thing to be staged."""
     block = write(c, kind, device, start, stop, first, last, num_bytes)
     count = c.counts[STAGED_FREES]
-    if count == _STAGED_MOST:
+    if count == len(c.staged):
         c.counts[STATUS] = FULL
         return
     c.staged[count, TO_FREE] = block

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harmony_lab.costs import Profile
-from harmony_lab.errors import PlanDoesNotFitError, PlanError
+from harmony_lab.errors import HarmonyError, HostMemoryError, PlanDoesNotFitError, PlanError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.bounds import problem_bound
 from harmony_lab.planner.candidates import Candidates
+from harmony_lab.planner.limits import host_problem
 from harmony_lab.planner.lower import lower
 from harmony_lab.planner.neighbours import neighbours
 from harmony_lab.planner.pack import PackCosts
@@ -66,7 +67,7 @@ def search(
     called after each candidate; what it raises ends the search.  Raises ``PlanDoesNotFitError`` where no plan fits,
     naming the layer that is too large, its bytes and the budget.
     """
-    run = _Search(profile, machine, minibatch_size, [Mode(mode) for mode in modes], switches or Switches(), shown)
+    run = _Search(profile, machine, minibatch_size, modes, switches or Switches(), shown)
     result = None
     for result in run.results():
         if progress is not None:
@@ -88,8 +89,7 @@ def searching(
     shown: int = 16,
 ) -> Iterator[SearchResult]:
     """As ``search``, giving what has been found so far after every candidate; nothing where no plan fits."""
-    run = _Search(profile, machine, minibatch_size, [Mode(mode) for mode in modes], switches or Switches(), shown)
-    yield from run.results()
+    yield from _Search(profile, machine, minibatch_size, modes, switches or Switches(), shown).results()
 
 
 class _Search:
@@ -98,10 +98,11 @@ class _Search:
         profile: Profile,
         machine: Machine,
         minibatch_size: int,
-        modes: Sequence[Mode],
+        modes: Sequence[Mode | str],
         switches: Switches,
         shown: int,
     ) -> None:
+        _check_arguments(profile, minibatch_size, modes)
         self.profile, self.machine, self.minibatch_size = profile, machine, minibatch_size
         self.switches, self.shown = switches, max(shown, _ALWAYS)
         self.costs = PackCosts(profile)
@@ -109,8 +110,9 @@ class _Search:
         self.rejected: dict[Rejected, None] = {}
         self.done = self.total = self.num_ops = self.num_bounded = self.num_skipped = 0
         self.lower_bound_s = 0.0
+        self.host_problem = ""
         self.excess_bytes = 0  # of the candidate that was furthest from fitting
-        usable = [mode for mode in modes if mode is Mode.PP or not self._dp_problem()]
+        usable = [mode for mode in map(Mode, modes) if mode is Mode.PP or not self._dp_problem()]
         # On one device the modes are the same program.
         self.modes = usable[:1] if machine.num_devices == 1 else usable
 
@@ -268,6 +270,11 @@ class _Search:
         except PlanError as error:
             self.rejected[Rejected(str(plan), str(error))] = None
             return None
+        problem = host_problem(plan, self.profile, self.machine, program=program)
+        if problem:
+            self.host_problem = problem
+            self.rejected[Rejected(str(plan), problem)] = None
+            return None
         self.num_ops += len(program.ops)
         seconds = makespan_s(program, self.profile, self.machine)
         self.found[plan] = Candidate(plan, seconds, self.profile, self.machine)
@@ -275,7 +282,13 @@ class _Search:
 
     # -- what does not fit --------------------------------------------------------------------------------------------
 
-    def nothing_fits(self) -> PlanDoesNotFitError:
+    def nothing_fits(self) -> HarmonyError:
+        if self.host_problem:
+            return HostMemoryError(
+                f"no plan fits {self.machine}: {self.host_problem}",
+                needed_bytes=self.profile.state_bytes,
+                available_bytes=self.machine.host.memory_bytes,
+            )
         size = self.profile.microbatch_sizes[0]
         layer = max(range(len(self.profile)), key=lambda layer: self.costs.backward_bytes(layer, layer + 1, size))
         needed = self.costs.backward_bytes(layer, layer + 1, size)
@@ -293,3 +306,15 @@ class _Search:
             needed_bytes=needed,
             budget_bytes=budget,
         )
+
+
+def _check_arguments(profile: Profile, minibatch_size: int, modes: Sequence[Mode | str]) -> None:
+    if isinstance(minibatch_size, bool) or not isinstance(minibatch_size, int) or minibatch_size < 1:
+        raise PlanError(
+            "nothing to plan", [f"minibatch_size must be a whole number of at least 1, got {minibatch_size!r}"]
+        )
+    unknown = [mode for mode in modes if mode not in set(Mode)]
+    if isinstance(modes, str) or unknown or not modes:
+        raise PlanError("nothing to plan", [f"modes must be some of {[str(mode) for mode in Mode]}, got {modes!r}"])
+    if profile.first_trainable_layer == len(profile):
+        raise PlanError("nothing to plan", ["the model has no trainable parameter"])

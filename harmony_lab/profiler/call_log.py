@@ -4,7 +4,8 @@ import hashlib
 import linecache
 import sys
 import sysconfig
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
@@ -83,6 +85,11 @@ class CallLog(TorchFunctionMode):
         """Whether a tensor was made in this run from nothing that was given, and without chance."""
         return id(tensor) in self._origins and id(tensor) not in self._varying
 
+    def let_go(self) -> Iterator[FakeTensor]:
+        """Give away the tensors without data that the run has seen, after which no other can be compared with it."""
+        while self._kept:
+            yield from (tensor for tensor in _tensors(self._kept.pop()) if isinstance(tensor, FakeTensor))
+
     def _mark_nodes(self, line: str) -> None:
         """Tell the line to the nodes that the call has made, where it is captured: torch only keeps it in modules."""
         mode = get_proxy_mode()
@@ -101,10 +108,25 @@ class CallLog(TorchFunctionMode):
 
 
 class Record:
-    """Holds the log of the last run: torch.export puts back the attributes of a module that a run has set."""
+    """The logs of all runs; no attribute is set, since torch.export puts back those of a module that a run has set."""
 
     def __init__(self) -> None:
-        self.log = CallLog({})
+        self._logs = [CallLog({})]
+
+    @property
+    def log(self) -> CallLog:
+        """Of the last run."""
+        return self._logs[-1]
+
+    def begin(self, names: dict[int, str]) -> CallLog:
+        """The log of a run that begins; ``names``: see ``CallLog``."""
+        self._logs.append(CallLog(names))
+        return self.log
+
+    def forget(self) -> list[FakeTensor]:
+        """Let go of what the runs have computed with; returns those without data that something else holds on to."""
+        seen = [weakref.ref(tensor) for log in self._logs for tensor in log.let_go()]
+        return list({id(tensor): tensor for ref in seen if (tensor := ref()) is not None}.values())
 
 
 def first_difference(first: CallLog, second: CallLog, *, by_origin: bool) -> Difference | None:

@@ -16,7 +16,8 @@ from torch.export.graph_signature import InputKind
 
 from harmony_lab.errors import DecomposeError
 from harmony_lab.profiler.batch import BatchStructure
-from harmony_lab.profiler.call_log import CallLog, Record
+from harmony_lab.profiler.call_log import Record
+from harmony_lab.profiler.leftovers import take_out
 from harmony_lab.profiler.nodes import describe
 from harmony_lab.profiler.pieces import EvenPieces
 from harmony_lab.profiler.python_state import KeptAttributes, Number
@@ -66,6 +67,12 @@ def loss_of(output: Any) -> torch.Tensor:
         candidates.append(output[0])
     for candidate in candidates:
         if isinstance(candidate, torch.Tensor) and candidate.ndim == 0 and candidate.is_floating_point():
+            if torch.is_grad_enabled() and not candidate.requires_grad:
+                raise DecomposeError(
+                    "the loss depends on no trainable parameter, so nothing would be trained: either all parameters "
+                    "are frozen (requires_grad), or what the model returns first is a metric; return the loss first, "
+                    "or under 'loss'"
+                )
             return candidate
     shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
     raise DecomposeError(
@@ -90,7 +97,7 @@ class _Training(nn.Module):
             # One symbol from here on, not one for each tensor.
             torch._check(length == lengths[0])  # type: ignore[no-untyped-call] # torch's has no types
         batch = self.structure.rebuild(tensors)
-        self.record.log = log = CallLog({id(tensor): name for name, tensor in self._given(tensors)})
+        log = self.record.begin({id(tensor): name for name, tensor in self._given(tensors)})
         with EvenPieces(), RefuseTensorHooks(), refuse_python_chance(), log:
             if self.loss_fn is None:
                 loss = loss_of(call_model(self.model, batch))
@@ -141,6 +148,7 @@ def capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., 
             return export(traced, (leaves,), dynamic_shapes=(shapes,), strict=False)
 
     kept = KeptAttributes(traced.model)
+    program = None
     try:
         program = run_export()
         numbers = check_repeats(traced, traced.record, leaves, program, run_export, kept)
@@ -150,9 +158,17 @@ def capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., 
         raise _fixed_samples(traced, leaves, samples, error) or _not_exportable(model, error) from error
     finally:
         kept.put_back()
+        take_out(traced.record.forget(), but_from=() if program is None else _values(program))
     # What is another now was set by the runs: the forward looks after it.
     numbers = [number for number in numbers if not number.changed]
     return _captured(program, training, structure, numbers)
+
+
+def _values(program: Any) -> Iterator[Any]:
+    """What stands for the results of its operations, nested graphs' included."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            yield from torch.utils._pytree.tree_leaves(node.meta.get("val"))
 
 
 def _with_data(model: nn.Module) -> nn.Module:

@@ -89,14 +89,21 @@ def _run(
 
 
 def _two_samples(layers: LayerSequence) -> dict[str, Tensor]:
-    """The first two of the example batch, or its only one twice."""
+    """Two of the example batch, of each tensor the first and the first that differs from it: of two samples that were
+    alike, such as two with one label, nobody could tell whether they are mixed up.  Where all are alike, one twice."""
     batch, _ = layers.flatten_batch(layers.example_batch)
     found = {}
     for spec in layers.batch:
         tensor = batch[spec.name].detach()
-        rows = torch.arange(_SAMPLES, device=tensor.device)
-        found[spec.name] = tensor if spec.batch_dim is None else tensor.index_select(0, rows % tensor.shape[0])
+        found[spec.name] = tensor if spec.batch_dim is None else _two_different(tensor, spec.batch_dim)
     return found
+
+
+def _two_different(tensor: Tensor, dim: int) -> Tensor:
+    count = tensor.shape[dim]
+    first = tensor.select(dim, 0)
+    other = next((row for row in range(1, count) if not torch.equal(tensor.select(dim, row), first)), min(1, count - 1))
+    return tensor.index_select(dim, torch.tensor([0, other], device=tensor.device))
 
 
 def _value(spec: TensorSpec, generator: torch.Generator) -> Tensor:

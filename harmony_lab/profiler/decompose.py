@@ -169,11 +169,24 @@ def _of_modules(
         raise DecomposeError("layers=[...] needs at least one module, a loss_fn and batches of (inputs, targets)")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise DecomposeError("layers=[...] are run once on a few samples, which weights on the meta device cannot be")
+    _refuse_left_out(model, groups)
     decomposed = decompose_modules(model, groups, example_batch, structure, loss_fn, loss_reduction)
     refuse_shared_updates(decomposed)
     if loss_reduction is None:
         _refuse_coupled_modules(decomposed)
     return with_flops(decomposed)
+
+
+def _refuse_left_out(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
+    """Every trainable parameter of the model belongs to a layer."""
+    given = {id(parameter) for group in groups for module in group for parameter in module.parameters()}
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in given]
+    if left_out:
+        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+        raise DecomposeError(
+            f"layers=[...] must be all of the model, run in sequence: {', '.join(left_out[:3])}{more} would not be "
+            "trained; add the modules they belong to, or freeze them"
+        )
 
 
 def _refuse_coupled_modules(layers: LayerSequence) -> None:

@@ -78,6 +78,19 @@ class LinkProbe:
             for item in self.rates
         )
 
+    def rows(self) -> list[tuple[str, ...]]:
+        """Per measurement, as text: the copy, how many at once, the host's memory, the rate, whether data arrived."""
+        return [
+            (
+                f"{self._name(item.source)} → {self._name(item.destination)}",
+                "alone" if item.at_once == 1 else f"{item.at_once} at once",
+                "" if item.pinned is None else "pinned" if item.pinned else "pageable",
+                format_rate(item.bytes_per_s),
+                "right" if item.verified else "wrong data",
+            )
+            for item in self.rates
+        ]
+
     def _name(self, device: int) -> str:
         return "host" if device == HOST else self.machine.devices[device].name
 
@@ -90,13 +103,7 @@ class LinkProbe:
         )
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{escape(self._name(item.source))} → {escape(self._name(item.destination))}</td>"
-            f"<td>{'alone' if item.at_once == 1 else f'{item.at_once} at once'}</td>"
-            f"<td>{'' if item.pinned is None else 'pinned' if item.pinned else 'pageable'}</td>"
-            f"<td>{format_rate(item.bytes_per_s)}</td><td>{'right' if item.verified else 'wrong data'}</td></tr>"
-            for item in self.rates
-        )
+        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in self.rows())
         return (
             f"<p>{escape(str(self))}</p><table><thead><tr><th>copy</th><th></th><th>host memory</th><th>rate</th>"
             f"<th>data</th></tr></thead><tbody>{rows}</tbody></table>"

@@ -173,9 +173,8 @@ def _compare_programs(program: ExportedProgram, export_again: Callable[[], Expor
     except Exception as error:
         raise DecomposeError(
             f"the model's forward can be captured once and not again ({type(error).__name__}: {str(error)[:200]}): it "
-            "keeps something between calls, such as tensors in a cache outside the model. Empty that cache "
-            "(cache_clear() of functools.cache), and run the model once on a batch before it is decomposed; or keep "
-            "what it holds in a buffer of the model"
+            "keeps something between calls, such as tensors in a cache outside the model. Run the model once on a "
+            "batch before it is decomposed, so that the cache is full; or keep what it holds in a buffer of the model"
         ) from error
     place: dict[fx.Node, int] = {}
     for a, b in zip(program.graph.nodes, again.graph.nodes, strict=False):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from harmony_lab.errors import ProgramError
 from harmony_lab.machine import HOST
-from harmony_lab.program import Block, Op, Program
+from harmony_lab.program import Block, Op
 from harmony_lab.runtime.backend import Backend
 from harmony_lab.runtime.compute_memory import ComputeMemory
 from harmony_lab.runtime.device_memory import BlockMemory, Flat, Shapes, Values
@@ -26,10 +26,8 @@ class Saved:
 class Blocks:
     """The living blocks of one step.  Each is written once and freed once; the program's edges say when."""
 
-    def __init__(
-        self, program: Program, memory: BlockMemory, backend: Backend, ledgers: Sequence[Ledger], host: Ledger
-    ) -> None:
-        self._program = program
+    def __init__(self, memory: BlockMemory, backend: Backend, ledgers: Sequence[Ledger], host: Ledger) -> None:
+        self._blocks = memory.blocks
         self._memory = memory
         self._backend = backend
         self._ledgers = {HOST: host, **dict(enumerate(ledgers))}
@@ -57,7 +55,7 @@ class Blocks:
             return self._content[index]
         except KeyError:
             raise _misused(
-                f"%{index} {self._program.blocks[index]} is used before it is written or after it is freed"
+                f"%{index} {self._blocks[index]} is used before it is written or after it is freed"
             ) from None
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -78,12 +76,12 @@ class Blocks:
         return values
 
     def _charge(self, index: int, num_bytes: int, purpose: Op) -> None:
-        block = self._program.blocks[index]
+        block = self._blocks[index]
         self._ledgers[block.device].allocated(block.kind, num_bytes, purpose)
 
     def adopt_values(self, index: int, values: Values, memory: ComputeMemory) -> None:
         """What a compute op has made is that block's content."""
-        memory.hand_over(self._program.blocks[index].kind, values.values())
+        memory.hand_over(self._blocks[index].kind, values.values())
         self._put(index, values, sum(tensor.nbytes for tensor in values.values()))
 
     def adopt_saved(self, index: int, layers: list[SavedLayer], memory: ComputeMemory) -> None:
@@ -97,7 +95,7 @@ class Blocks:
 
     def _put(self, index: int, content: Flat | Values, num_bytes: int) -> None:
         self._content[index] = content
-        block = self._program.blocks[index]
+        block = self._blocks[index]
         assert num_bytes == block.num_bytes, (
             f"%{index} {block} was planned with {block.num_bytes} bytes, has {num_bytes}"
         )
@@ -108,14 +106,14 @@ class Blocks:
         try:
             content = self._content.pop(index)
         except KeyError:
-            raise _misused(f"%{index} {self._program.blocks[index]} is freed before it is written or twice") from None
-        self._release(self._program.blocks[index], content)
+            raise _misused(f"%{index} {self._blocks[index]} is freed before it is written or twice") from None
+        self._release(self._blocks[index], content)
 
     def clear(self) -> None:
         """Free whatever is left."""
         while self._content:
             index, content = self._content.popitem()
-            self._release(self._program.blocks[index], content)
+            self._release(self._blocks[index], content)
 
     def _release(self, block: Block, content: Flat | Values | Saved | None) -> None:
         if isinstance(content, Saved):

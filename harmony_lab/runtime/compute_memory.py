@@ -48,8 +48,8 @@ class ComputeMemory:
     """What one compute op allocates.
 
     ``usage``: what is known of it; the op is then charged ``charge_bytes`` at once.  None: count.  ``beside``: the
-    memory of an earlier op that this one uses up, backward that of its forward.  ``peak_bytes``: counted, at most, above
-    what was alive before.
+    memory of an earlier op that this one uses up, backward that of its forward.  ``peak_bytes``: counted, at most,
+    above what was alive before.
     """
 
     def __init__(

@@ -31,10 +31,12 @@ class Flat:
 class DeviceMemory:
     """Grows to what the largest program needs, between steps, and is kept until it is forgotten.
 
-    ``num_allocations``: how often memory was asked for.
+    ``num_allocations``: how often memory was asked for.  ``shared``: whether blocks may lie where others lay; without,
+    what is read too late is what was there, or poison.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, shared: bool = True) -> None:
+        self.shared = shared
         self.num_allocations = 0
         self._backend = backend
         self._memory: dict[int, Tensor] = {}
@@ -62,10 +64,11 @@ class BlockMemory:
     """The memory of a program's blocks.  Tensors over it are made once and come back in every step."""
 
     def __init__(self, program: Program, layers: LayerSequence, layouts: Layouts, memory: DeviceMemory) -> None:
-        self._program = program
+        self.blocks = tuple(program.blocks)
+        self.kinds = [block.kind for block in self.blocks]
         self._layers = layers
         self._layouts = layouts
-        self._places: Places = place(program, layers)
+        self._places: Places = place(program, layers, shared=memory.shared)
         self._device_memory = memory
         self._memory: dict[int, Tensor] = {}
         self._flat: dict[int, Flat] = {}
@@ -83,7 +86,7 @@ class BlockMemory:
         """With any content."""
         flat = self._flat.get(index)
         if flat is None:
-            block = self._program.blocks[index]
+            block = self.blocks[index]
             layout = self._layouts.of(block.kind, block.layers)
             memory = self._part(index, 0, layout.num_bytes).data
             flat = self._flat[index] = Flat(memory, layout.views(memory))
@@ -107,7 +110,7 @@ class BlockMemory:
 
     def _part(self, index: int, offset: int, num_bytes: int) -> Tensor:
         start = self._places.offsets[index] + offset
-        return self._memory[self._program.blocks[index].device][start : start + num_bytes]
+        return self._memory[self.blocks[index].device][start : start + num_bytes]
 
 
 class BlockMemories:

@@ -21,15 +21,16 @@ class EmulatedBackend:
     Transfers really copy and take at least the time that the machine's links, fairly shared, give them.  Each device
     computes with its ``compute_threads``.
 
+    ``timed``: without, transfers take no more than copying does, for tests: order and budgets hold all the same.
     ``poisons``: freed memory is filled with NaN, which takes as long as writing it once more.
     """
 
     pins_host_memory = False
 
-    def __init__(self, machine: Machine, *, poisons: bool = False) -> None:
+    def __init__(self, machine: Machine, *, timed: bool = True, poisons: bool = False) -> None:
         self._machine = machine
         self._poisons = poisons
-        self._links = EmulatedLinks(machine)
+        self._links = EmulatedLinks(machine, timed=timed)
 
     def begin(self) -> None:
         self._links.begin()
@@ -75,5 +76,5 @@ class EmulatedBackend:
 
 def poison(tensor: Tensor) -> None:
     """Fill a contiguous tensor so that who reads it late sees NaN in floats of any width, -1 in integers."""
-    with torch.no_grad():
-        tensor.detach().reshape(-1).view(torch.uint8).fill_(0xFF)
+    start, num_bytes = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
+    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (num_bytes,), (1,)).fill_(0xFF)

@@ -9,6 +9,7 @@ from harmony_lab.runtime.backend import Backend
 from harmony_lab.runtime.failures import Failure
 from harmony_lab.runtime.step import Minibatch, Step, Training
 from harmony_lab.runtime.updates import Updates
+from harmony_lab.runtime.waits import Waits
 from harmony_lab.runtime.workers import Job, Workers
 from harmony_lab.trace import Origin, Trace
 
@@ -27,6 +28,7 @@ class Executor:
         self._machine = machine
         self._chaos_seed = chaos_seed
         self._workers = Workers(backend.enter_worker)
+        self._waits: dict[int, tuple[Program, Waits]] = {}
 
     def run(
         self, program: Program, training: Training, minibatch: Minibatch, updates: Updates | None
@@ -39,13 +41,14 @@ class Executor:
         """
         _require_runnable(program)
         backend, ledgers = self._backend, training.ledgers
-        self._workers.prepare(program)
+        waits = self._waits_of(program)
+        self._workers.prepare(waits.queues)
         memory = training.memory.of(program)
         memory.prepare()
         step = Step(program, memory, training, minibatch, updates)
         backend.begin()
         chaos = None if self._chaos_seed is None else f"{self._chaos_seed}/{minibatch.seed}"
-        job = Job(program, step.perform, step.conclude, backend.abort, chaos)
+        job = Job(program, waits, step.perform, step.conclude, backend.abort, chaos)
         for ledger in (*ledgers, training.host):
             ledger.begin(job.origin_s)
         try:
@@ -66,6 +69,12 @@ class Executor:
             moved_bytes=step.moved_bytes,
         )
         return step.loss, trace
+
+    def _waits_of(self, program: Program) -> Waits:
+        known = self._waits.get(id(program))
+        if known is None:
+            known = self._waits[id(program)] = program, Waits(program)
+        return known[1]
 
     def close(self) -> None:
         """Join all threads."""

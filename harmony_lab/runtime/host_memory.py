@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
+from harmony_lab.machine import free_host_bytes
 
 __all__ = ["available_bytes"]
 
@@ -19,7 +19,7 @@ def available_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
     A container's limit is a control group's; beyond it the process is killed without a word.  Files that the group has
     cached and does not use count as free.
     """
-    free = [int(psutil.virtual_memory().available)]
+    free = [free_host_bytes()]
     for folder, (limit, usage, cached) in _groups(root, membership):
         most, used = _number(folder / limit), _number(folder / usage)
         if most is not None and used is not None:

@@ -1,11 +1,12 @@
 """Emulated links: transfers that take the time that fair sharing of a machine's links gives them."""
 
+import math
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Condition
 
-from harmony_lab.machine import Machine
+from harmony_lab.machine import HOST, Machine
 from harmony_lab.runtime.backend import StepAborted
 from harmony_lab.sharing import Flow, SharedResources
 
@@ -13,14 +14,20 @@ __all__ = ["EmulatedLinks"]
 
 _NEGLIGIBLE_S = 50e-6
 """No wait is shorter: waking a thread takes longer than this."""
+_UNNOTICED_S = 2e-6
+"""A transfer this short would be late by far more than it takes: it is left off the links."""
 
 
 class EmulatedLinks:
-    """The links of a machine, shared by the transfers of all threads."""
+    """The links of a machine, shared by the transfers of all threads.  Not ``timed``: they take no time."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, machine: Machine, *, timed: bool = True) -> None:
+        self._timed = timed
+        self._capacity = machine.capacities
         self._resources = SharedResources(dict[Hashable, float](machine.capacities.items()))
+        places = (HOST, *range(machine.num_devices))
+        routes = {(a, b): machine.route(a, b) for a in places for b in places if a != b}
+        self._routes = {pair: (route, machine.latency_s(route)) for pair, route in routes.items()}
         self._changed = Condition()
         self._ended_s: dict[Hashable, float] = {}
         self._num_started = 0
@@ -43,7 +50,8 @@ class EmulatedLinks:
 
         Raises ``StepAborted``.
         """
-        tickets = [self._start(*part) for part in traffic]
+        noticed = [part for part in traffic if self._timed and self._least_s(*part) > _UNNOTICED_S]
+        tickets = [self._start(*part) for part in noticed]
         try:
             yield
             with self._changed:
@@ -52,14 +60,19 @@ class EmulatedLinks:
         finally:
             self._remove([key for key, _ in tickets])
 
+    def _least_s(self, source: int, destination: int, num_bytes: int) -> float:
+        """What a transfer takes where it has its links to itself."""
+        route, latency_s = self._routes[source, destination]
+        return latency_s + num_bytes / min((self._capacity[hop] for hop in route), default=math.inf)
+
     def _start(self, source: int, destination: int, num_bytes: int) -> tuple[int, float]:
-        route = self._machine.route(source, destination)
+        route, latency_s = self._routes[source, destination]
         with self._changed:
             self._settle(time.perf_counter())
             self._num_started += 1
+            # Others get slower by this: they find out when they wake, at the end that they had in view.
             self._resources.add(self._num_started, Flow(resources=route, remaining=float(num_bytes)))
-            self._changed.notify_all()
-            return self._num_started, self._machine.latency_s(route)
+            return self._num_started, latency_s
 
     def _wait(self, key: int, latency_s: float) -> None:
         while not self._aborted:

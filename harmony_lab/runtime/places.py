@@ -26,11 +26,12 @@ class Places:
     num_bytes: dict[int, int]
 
 
-def place(program: Program, layers: LayerSequence) -> Places:
+def place(program: Program, layers: LayerSequence, *, shared: bool = True) -> Places:
     """A place for every block that a transfer writes, and for gradients.
 
     What layers compute lies where torch puts it.  Largest blocks first, each at the lowest offset that is free while it
     lives: within a few per cent of the most that is alive at once (greedy by size, Pisarchyk and Lee 2020).
+    Not ``shared``: every block has a place of its own.
     """
     lives = _Lives(program)
     offsets: dict[int, int] = {}
@@ -38,7 +39,7 @@ def place(program: Program, layers: LayerSequence) -> Places:
     for device in sorted({program.blocks[block].device for block in lives.blocks.tolist()}):
         mine = np.array([b for b in lives.blocks.tolist() if program.blocks[b].device == device])
         sizes = np.array([_room(program.blocks[block], layers) for block in mine.tolist()])
-        starts = _pack(lives, mine, sizes)
+        starts = _pack(lives, mine, sizes) if shared else np.cumsum(sizes) - sizes
         offsets.update(zip(mine.tolist(), starts.tolist(), strict=True))
         num_bytes[device] = int((starts + sizes).max())
     return Places(offsets=offsets, num_bytes=num_bytes)

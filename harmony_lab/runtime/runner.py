@@ -47,9 +47,11 @@ class Runner:
 
     ``lower(minibatch_size)`` gives the program for a minibatch of that size; it is asked once per size.  ``seed`` and
     the number of the step decide random masks (``step_seed``); ``first_step``: that of the first, for training that
-    goes on.  ``chaos_seed``: see ``Executor``.  ``max_grad_norm``, ``observe``: see ``Updates``.  ``stop_on_nan``: see
-    ``Losses``; before any update if programs have the edges that ``ordering.updating_after`` adds.  ``evaluation`` is
-    asked once, when a batch is first evaluated.  May be used from any thread, one step at a time, and after an error.
+    goes on.  ``chaos_seed``: see ``Executor``; then every allocation of every step is counted and freed memory
+    is poisoned.  ``max_grad_norm``, ``observe``: see ``Updates``.  ``stop_on_nan``: see ``Losses``; before any update
+    if programs have the edges that ``ordering.updating_after`` adds.  ``evaluation`` is
+    asked once, when a batch is first evaluated.  ``timed``: see ``EmulatedBackend``.  May be used from
+    any thread, one step at a time, and after an error.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Runner:
         stop_on_nan: bool = False,
         evaluation: Callable[[], Evaluation] | None = None,
         observe: GradientObserver | None = None,
+        timed: bool = True,
     ) -> None:
         self.step_count = first_step
         self.last_trace: Trace | None = None
@@ -83,7 +86,7 @@ class Runner:
         self._closed = False
         self._optimizer = PackOptimizer(optimizer, layers)
         self._chaos = chaos_seed is not None
-        backend = _backend(machine, poisons=self._chaos)
+        backend = _backend(machine, timed=timed, poisons=self._chaos)
         layouts = Layouts(layers)
         self._store = HostStore(layers, layouts, pin=backend.pins_host_memory)
         self._training = Training(
@@ -94,7 +97,7 @@ class Runner:
             host=Ledger("host", sys.maxsize),  # only counted: what there is was asked for before
             state=self._store.reader(layers, layouts),
             usages=Usages(always=self._chaos),
-            memory=BlockMemories(layers, layouts, DeviceMemory(backend)),
+            memory=BlockMemories(layers, layouts, DeviceMemory(backend, shared=not self._chaos)),
         )
         self._executor = Executor(backend, machine, chaos_seed=chaos_seed)
 
@@ -256,10 +259,10 @@ def _flattened(layers: LayerSequence, batch: Any) -> tuple[dict[str, torch.Tenso
     return tensors, sizes
 
 
-def _backend(machine: Machine, *, poisons: bool) -> Backend:
+def _backend(machine: Machine, *, timed: bool, poisons: bool) -> Backend:
     kinds = {device.backend for device in machine.devices}
     if kinds == {DeviceKind.EMULATED}:
-        return EmulatedBackend(machine, poisons=poisons)
+        return EmulatedBackend(machine, timed=timed, poisons=poisons)
     if kinds == {DeviceKind.CUDA}:
         from harmony_lab.runtime.accelerator import AcceleratorBackend
 

@@ -69,6 +69,7 @@ class Step:
         updates: Updates | None = None,
     ) -> None:
         self._program = program
+        self._kinds = memory.kinds
         self._minibatch = minibatch
         self._layers = training.layers
         self._layouts = training.layouts
@@ -77,7 +78,7 @@ class Step:
         self._state_on_host = training.state
         self._updates = updates
         self._usages = training.usages
-        self._blocks = Blocks(program, memory, training.backend, training.ledgers, training.host)
+        self._blocks = Blocks(memory, training.backend, training.ledgers, training.host)
         self._buffers = BufferUpdates(program, training.layers)
         self._losses = Losses(
             program,
@@ -264,7 +265,7 @@ class Step:
     # -- blocks of an op ------------------------------------------------------------------------------------------
 
     def _of(self, blocks: Sequence[int], kind: TensorKind) -> list[int]:
-        return [index for index in blocks if self._program.blocks[index].kind is kind]
+        return [index for index in blocks if self._kinds[index] is kind]
 
     def _one_of(self, blocks: Sequence[int], kind: TensorKind) -> int | None:
         found = self._of(blocks, kind)

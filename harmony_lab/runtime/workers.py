@@ -4,7 +4,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -16,11 +16,11 @@ from harmony_lab.machine import HOST
 from harmony_lab.program import Op, Program, Stream
 from harmony_lab.runtime.backend import StepAborted
 from harmony_lab.runtime.failures import Failure, capture
+from harmony_lab.runtime.waits import Key, Waits
 from harmony_lab.trace import Floats
 
 __all__ = ["Job", "Workers"]
 
-_Key = tuple[int, Stream]
 _Inbox: TypeAlias = "SimpleQueue[Job | None]"
 _Entered: TypeAlias = SimpleQueue[Failure | None]
 _LONGEST_DELAY_S = 2e-3
@@ -38,12 +38,14 @@ class Job:
     def __init__(
         self,
         program: Program,
+        waits: Waits,
         perform: Callable[[int, Op], None],
         conclude: Callable[[bool], None],
         abort: Callable[[], None],
         chaos: str | None = None,
     ) -> None:
         self.program = program
+        self.queues = waits.queues
         self.origin_s = time.perf_counter()
         self.failure: Failure | None = None
         self.finished = threading.Event()
@@ -53,9 +55,12 @@ class Job:
         self._chaos = chaos
         self._aborted = threading.Event()
         self._lock = threading.Lock()
-        self._unfinished = set(program.queues)
-        self._waits = _waits(program)
-        self._done = {index: threading.Event() for waits in self._waits for index in waits}
+        self._unfinished = set(waits.queues)
+        self._waits = waits
+        self._counts = list(waits.counts)
+        self._free = [index for index, count in enumerate(waits.counts) if not count and waits.passive[index]]
+        self._gates = {key: threading.Semaphore(0) for key in waits.queues}
+        self._waiting: dict[Key, int] = {}
         self._starts_s = [0.0] * len(program.ops)
         self._ends_s = [0.0] * len(program.ops)
 
@@ -68,37 +73,58 @@ class Job:
         """No further op starts; threads that wait go home."""
         self._aborted.set()
         self._abort()
-        for event in self._done.values():
-            event.set()
+        for gate in self._gates.values():
+            gate.release()
 
-    def work(self, key: _Key) -> None:
+    def work(self, key: Key) -> None:
         """Run the ops of one queue, in that queue's thread."""
-        where = "the end of the step"
+        at: int | None = None
         try:
             rng = None if self._chaos is None else random.Random(f"{self._chaos}/{key}")
-            for index in self.program.queues[key]:
-                where = f"op {index}, {self.program.ops[index]}"
-                if not self._take(index, rng):
+            for at in self.queues[key]:
+                self._wait(key, at)
+                self._delay(rng)
+                if self._aborted.is_set():
                     break
+                passive = [*self._run(at, rng), *self._ready()]
+                while passive and not self._aborted.is_set():
+                    at = passive.pop(0)
+                    passive += self._run(at, rng)
         except StepAborted:
             pass
         except BaseException as error:
-            self._fail(where, error)
+            self._fail("the end of the step" if at is None else f"op {at}, {self.program.ops[at]}", error)
         self._leave(key)
 
-    def _take(self, index: int, rng: random.Random | None) -> bool:
-        for earlier in self._waits[index]:
-            self._done[earlier].wait()
-        self._delay(rng)
-        if self._aborted.is_set():
-            return False
+    def _ready(self) -> list[int]:
+        """The passive ops that wait for nothing, once."""
+        with self._lock:
+            ready, self._free = self._free, []
+        return ready
+
+    def _wait(self, key: Key, index: int) -> None:
+        with self._lock:
+            if not self._counts[index]:
+                return
+            self._waiting[key] = index
+        self._gates[key].acquire()
+
+    def _run(self, index: int, rng: random.Random | None) -> list[int]:
+        """Do one op; returns the passive ops that waited for it alone."""
         self._starts_s[index] = time.perf_counter() - self.origin_s
         self._perform(index, self.program.ops[index])
         self._delay(rng)
         self._ends_s[index] = time.perf_counter() - self.origin_s
-        if (done := self._done.get(index)) is not None:
-            done.set()
-        return True
+        passive, counts, keys = [], self._counts, self._waits.keys
+        with self._lock:
+            for follower in self._waits.followers[index]:
+                counts[follower] -= 1
+                if not counts[follower]:
+                    if self._waits.passive[follower]:
+                        passive.append(follower)
+                    elif self._waiting.get(keys[follower]) == follower:
+                        self._gates[keys[follower]].release()
+        return passive
 
     def _delay(self, rng: random.Random | None) -> None:
         if rng is not None and rng.random() < 0.5:
@@ -110,7 +136,7 @@ class Job:
                 self.failure = capture(where, error)
         self.abort()
 
-    def _leave(self, key: _Key) -> None:
+    def _leave(self, key: Key) -> None:
         with self._lock:
             last = key in self._unfinished and len(self._unfinished) == 1
             self._unfinished.discard(key)
@@ -131,13 +157,13 @@ class Workers:
 
     def __init__(self, enter: Callable[[int, Stream], None]) -> None:
         self._enter = enter
-        self._threads: dict[_Key, threading.Thread] = {}
-        self._inboxes: dict[_Key, _Inbox] = {}
+        self._threads: dict[Key, threading.Thread] = {}
+        self._inboxes: dict[Key, _Inbox] = {}
         weakref.finalize(self, _dismiss, self._inboxes)
 
-    def prepare(self, program: Program) -> None:
+    def prepare(self, keys: Iterable[Key]) -> None:
         """Start the threads that are missing.  Where one cannot start, all end and its error is raised."""
-        missing = [key for key in program.queues if key not in self._threads]
+        missing = [key for key in keys if key not in self._threads]
         if not missing:
             return
         num_threads = torch.get_num_threads()
@@ -150,7 +176,7 @@ class Workers:
         finally:
             torch.set_num_threads(num_threads)  # what a worker sets for itself also became that of later threads
 
-    def _start(self, key: _Key) -> None:
+    def _start(self, key: Key) -> None:
         device, stream = key
         name = f"{'host' if device == HOST else f'd{device}'}.{stream}"
         inbox: _Inbox = SimpleQueue()
@@ -168,7 +194,7 @@ class Workers:
 
     def run(self, job: Job) -> None:
         """Run a job to its end.  ``KeyboardInterrupt`` here aborts it, and is raised once all threads are idle."""
-        pending = list(job.program.queues)
+        pending = list(job.queues)
         try:
             while pending:
                 self._inboxes[pending[-1]].put(job)
@@ -180,7 +206,7 @@ class Workers:
             self._drain(job, pending)
             raise
 
-    def _drain(self, job: Job, pending: list[_Key]) -> None:
+    def _drain(self, job: Job, pending: list[Key]) -> None:
         for key in pending:
             self._inboxes[key].put(job)
         while not job.finished.is_set():
@@ -198,7 +224,7 @@ class Workers:
         self._inboxes.clear()
 
 
-def _serve(enter: Callable[[int, Stream], None], key: _Key, inbox: _Inbox, entered: _Entered) -> None:
+def _serve(enter: Callable[[int, Stream], None], key: Key, inbox: _Inbox, entered: _Entered) -> None:
     try:
         enter(*key)
     except BaseException as error:
@@ -210,15 +236,6 @@ def _serve(enter: Callable[[int, Stream], None], key: _Key, inbox: _Inbox, enter
         del job
 
 
-def _dismiss(inboxes: dict[_Key, _Inbox]) -> None:
+def _dismiss(inboxes: dict[Key, _Inbox]) -> None:
     for inbox in inboxes.values():
         inbox.put(None)
-
-
-def _waits(program: Program) -> list[list[int]]:
-    """For each op, the ops it comes after that its own queue does not already put before it."""
-    waits = []
-    for op in program.ops:
-        others = [i for i in op.after if (program.ops[i].device, program.ops[i].stream) != (op.device, op.stream)]
-        waits.append(others)
-    return waits

@@ -30,7 +30,7 @@ FLAGS = (
     "--disable-sync",
     "--no-first-run",
 )
-PATIENCE_MS = 60_000
+PATIENCE_MS = 120_000  # the first search on a machine makes machine code
 
 pytestmark = [
     pytest.mark.browser,

@@ -231,7 +231,7 @@ def test_closing_the_lab_ends_threads_and_leaves_the_last_state_visible(dashboar
 
 
 def test_plotly_is_sent_when_a_page_asks_and_is_no_widgets_state(dashboard, monkeypatch):
-    figures = [*vars(dashboard.pictures).values(), Plot()]
+    figures = [*vars(dashboard.pictures).values(), dashboard.layers.plot, Plot()]
     plots = [figure for figure in figures if isinstance(figure, Plot)]
     assert len(plots) == 10
     (library,) = _carried
@@ -279,3 +279,30 @@ def test_a_superseded_variation_that_arrives_late_is_not_taken_for_a_choice_from
     assert requests.arrived(plans[1]) == second
     assert requests.is_newest(second)
     assert requests.arrived(plans[0]) is None  # the user has moved on: who chooses it now means it
+
+
+def test_measuring_again_makes_a_new_profile_and_a_new_ranking(dashboard):
+    before, result = dashboard.lab.profile, dashboard.lab.result
+    look_at(dashboard, "Layers")
+    assert str(before.device) in dashboard.layers.source.value
+    dashboard.layers.again.click()
+    assert dashboard.settle(PATIENCE_S)
+    assert dashboard.lab.profile is not before
+    assert not dashboard.lab.profile.cached
+    assert dashboard.lab.result is not result
+    assert not dashboard.layers.again.disabled
+
+
+def test_a_machine_that_is_not_at_hand_is_planned_for_and_cannot_be_launched(batches):
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    optimizer = torch.optim.Adam(model.parameters())
+    loss_fn = torch.nn.functional.mse_loss
+    with hl.Lab(model, batches[0], optimizer, loss_fn=loss_fn, minibatch_size=8, machine="2x4090") as lab:
+        dashboard = Dashboard(lab, namespace=lambda: {"batches": batches})
+        dashboard.start()
+        assert dashboard.settle_effects(PATIENCE_S)
+        assert "2x4090 is not at hand" in dashboard.header.value
+        assert "2x4090 is not at hand" in dashboard.launcher.reason.value
+        assert dashboard.launcher.launch.disabled
+        assert "256 GiB are available" in dashboard.launcher.expected.value
+        assert dashboard.layers.again.layout.display == "none"

@@ -194,7 +194,7 @@ def test_a_traced_cell_gives_the_last_step_it_measured(shell, lab, batches):
     assert trace is shell.user_ns["trainer"].last_trace
     assert trace.origin == "measured"
     shown = shell.display_formatter.format(trace)[0]
-    assert shown["text/plain"] == str(trace)
+    assert shown["text/plain"] == repr(trace)
     assert shown["text/html"].count("<svg") == 2
 
 

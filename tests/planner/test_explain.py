@@ -7,6 +7,7 @@ from html import escape
 import pytest
 import toy_profiles as toys
 
+from harmony_lab.costs import Profile
 from harmony_lab.errors import PlanDoesNotFitError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan, difference
@@ -14,7 +15,7 @@ from harmony_lab.planner.baselines import baselines
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.explain import ablation, advice, what_binds
 from harmony_lab.planner.lower import lower
-from harmony_lab.planner.search import Switches, search
+from harmony_lab.planner.result import Candidate, SearchResult
 from harmony_lab.program import OpKind
 from harmony_lab.simulator.engine import run
 
@@ -24,6 +25,14 @@ MIRRORED = Plan.parse(
     "pp minibatch=16 forward=2[0:2,2:4,4:6] backward=2[0:2,2:4,4:6,6:8] devices=0,1 mirrored=on "
     "resident=0:2,2:4,4:6 kept=2:4,4:6 stash=2,4"
 )
+PLAIN = MIRRORED.with_(mirrored=False, resident_packs=(), kept_packs=(), device_stash=())
+ROOMY = toys.gpus(2, memory_bytes=10**8)
+
+
+def result_of(*plans: Plan, profile: Profile = PROFILE, machine: Machine = ROOMY) -> SearchResult:
+    steps = [(run(lower(plan, profile, machine), profile, machine).makespan_s, plan) for plan in plans]
+    found = [Candidate(plan, step_s, profile, machine) for step_s, plan in sorted(steps, key=lambda step: step[0])]
+    return SearchResult(candidates=tuple(found), rejected=(), lower_bound_s=found[0].step_s / 1.25)
 
 
 def explained(plan: Plan, machine: Machine = MACHINE) -> str:
@@ -64,13 +73,12 @@ def test_a_slow_link_binds_with_its_direction() -> None:
 
 
 def test_advice_is_what_the_simulator_says_of_the_changed_machine() -> None:
-    machine = toys.gpus(2, link=5e6)
-    plan = search(PROFILE, machine, 16, shown=2).best
+    machine, plan = toys.gpus(2, link=1e6, memory_bytes=10**8), PLAIN
     first, *others = advice(plan, PROFILE, machine)
     assert all(first.saved >= other.saved >= 0.02 for other in others)
     by_change = {one.change: one for one in (first, *others)}
     links = by_change["links twice as fast"]
-    faster = toys.gpus(2, link=1e7, peer_link=4e9)
+    faster = toys.gpus(2, link=2e6, peer_link=4e9, memory_bytes=10**8)
     before = run(lower(plan, PROFILE, machine), PROFILE, machine).makespan_s
     assert links.step_s == run(lower(plan, PROFILE, faster), PROFILE, faster).makespan_s
     assert links.saved == pytest.approx(1 - links.step_s / before)
@@ -78,11 +86,11 @@ def test_advice_is_what_the_simulator_says_of_the_changed_machine() -> None:
 
 
 def test_advice_follows_what_binds() -> None:
-    compute_bound = [one.change for one in advice(search(PROFILE, MACHINE, 16, shown=2).best, PROFILE, MACHINE)]
+    compute_bound = [one.change for one in advice(PLAIN, PROFILE, ROOMY)]
     assert compute_bound[0] == "devices that compute twice as fast"
     assert "links twice as fast" not in compute_bound
     slow_host = toys.profile(8, update_s=1.0)
-    found = advice(search(slow_host, MACHINE, 16, shown=2).best, slow_host, MACHINE)
+    found = advice(PLAIN, slow_host, ROOMY)
     assert {one.change for one in found[:2]} == {
         "updates on the host twice as fast",
         "minibatches of 32 instead of 16",
@@ -113,9 +121,9 @@ def test_copies_between_devices_are_advised_where_there_are_none() -> None:
 
 
 def test_the_explanation_tells_the_gap_and_the_best_advice_in_text_that_html_leaves_alone() -> None:
-    result = search(PROFILE, MACHINE, 16, shown=4)
+    result = result_of(PLAIN, MIRRORED)
     text = result.explain()
-    assert f"{result.gap:.1%} above" in text
+    assert "25.0% above" in text
     assert f"What would help: {result.advice[0]}" in text
     assert escape(text) == text
     bound = replace(result, lower_bound_s=result.candidates[0].step_s)
@@ -123,23 +131,19 @@ def test_the_explanation_tells_the_gap_and_the_best_advice_in_text_that_html_lea
 
 
 def test_only_a_plan_of_one_pack_is_called_plain_training() -> None:
-    found = search(toys.profile(3), AMPLE, 4, shown=2)
-    plan = found.best.with_(
-        forward_packs=(), backward_packs=((0, 3),), resident_packs=(), kept_packs=(), device_stash=()
-    )
-    one = replace(found, candidates=(replace(found.candidates[0], plan=plan),))
-    assert "as in plain training" in one.explain()
-    assert "as in plain training" not in search(toys.profile(8), toys.gpus(2), 16, shown=2).explain()
+    one = PLAIN.with_(forward_packs=(), backward_packs=((0, 8),))
+    assert "as in plain training" in result_of(one).explain()
+    assert "as in plain training" not in result_of(PLAIN).explain()
 
 
 def test_a_result_as_json_gives_back_its_plans() -> None:
-    result = search(PROFILE, MACHINE, 16, shown=3, switches=Switches(staying=False))
+    result = result_of(PLAIN, MIRRORED, PLAIN.with_(prefetch=0))
     data = json.loads(json.dumps(result.to_json()))
     assert [Plan.from_json(row["plan"]) for row in data["candidates"]] == [c.plan for c in result.candidates]
     assert [Plan.parse(row["text"]) for row in data["candidates"]] == [c.plan for c in result.candidates]
     assert data["candidates"][0]["step_s"] == result.candidates[0].step_s
     assert data["gap"] == pytest.approx(data["candidates"][0]["step_s"] / data["lower_bound_s"] - 1)
-    assert Machine.from_json(data["machine"]) == MACHINE
+    assert Machine.from_json(data["machine"]) == ROOMY
     assert data["explanation"] == result.explain()
 
 
@@ -185,8 +189,8 @@ def test_what_stays_in_a_pack_stays_in_its_layers_without_packing() -> None:
 
 
 def test_grouping_off_is_the_streaming_baseline() -> None:
-    (baseline,) = baselines(PROFILE, MACHINE, 16, names=("zero-infinity order",))
-    row = ablation(search(PROFILE, MACHINE, 16, shown=2).best, PROFILE, MACHINE)["grouping"]
+    (baseline,) = baselines(PROFILE, ROOMY, 16, names=("zero-infinity order",))
+    row = ablation(PLAIN, PROFILE, ROOMY)["grouping"]
     assert (row.step_s, row.swap_bytes) == (baseline.step_s, baseline.swap_bytes)
     assert row.plan is None
     assert f"for each microbatch of {baseline.microbatch_size}" in row.instead

@@ -1,5 +1,6 @@
 """Python state outside tensors: what a graph would hold as it was once is refused by name, never silently different."""
 
+import contextlib
 import functools
 import random
 import time
@@ -398,6 +399,94 @@ def test_a_profiler_that_watches_goes_on_watching() -> None:
 
 def test_a_cache_outside_the_model_that_is_empty_is_refused_with_the_cure() -> None:
     cached_mask.cache_clear()
-    with pytest.raises(DecomposeError, match=r"captured once and not again.*cache_clear.*run the model once"):
+    with pytest.raises(DecomposeError, match=r"captured once and not again.*Run the model once"):
         layers_of(with_a_full_cache)
     cached_mask.cache_clear()
+
+
+STORE: dict[int, Any] = {}
+SEEN: list[Tensor] = []
+NOTES = SimpleNamespace(mask=None)
+
+
+@functools.lru_cache(maxsize=2)
+def bounded_mask(width: int) -> tuple[Tensor, int]:
+    return torch.arange(width) % 2, width
+
+
+def kept_in_a_dictionary(model: Body, h: Tensor) -> Tensor:
+    if 16 not in STORE:
+        STORE[16] = (torch.arange(16) % 2, 16)
+    mask: Tensor = STORE[16][0]
+    return h * mask
+
+
+def kept_by_functools(model: Body, h: Tensor) -> Tensor:
+    return h * cached_mask(16)
+
+
+def kept_by_a_bounded_cache(model: Body, h: Tensor) -> Tensor:
+    return h * bounded_mask(16)[0]
+
+
+def kept_in_a_list(model: Body, h: Tensor) -> Tensor:
+    SEEN.append(h)
+    return h
+
+
+@pytest.mark.parametrize("between", [kept_in_a_dictionary, kept_by_functools, kept_by_a_bounded_cache, kept_in_a_list])
+def test_caches_outside_the_model_keep_no_tensors_without_data(between: Between) -> None:
+    """Whether it is refused or not, the user's next step computes with numbers."""
+    cached_mask.cache_clear()
+    bounded_mask.cache_clear()
+    STORE.clear()
+    SEEN.clear()
+    with contextlib.suppress(DecomposeError):
+        layers_of(between)
+    inputs, targets = batch()
+    loss = functional.cross_entropy(Body(between)(inputs), targets)
+    assert loss.isfinite().item()
+    assert all(type(tensor) is Tensor for tensor in SEEN)
+    cached_mask.cache_clear()
+    bounded_mask.cache_clear()
+
+
+def kept_in_an_attribute(model: Body, h: Tensor) -> Tensor:
+    if NOTES.mask is None:
+        NOTES.mask = torch.arange(16) % 2  # type: ignore[assignment]
+    return h * NOTES.mask
+
+
+def test_a_variable_outside_the_model_that_holds_a_tensor_without_data_is_named() -> None:
+    with pytest.warns(UserWarning, match=r"SimpleNamespace\.mask: set that back"), pytest.raises(DecomposeError):
+        layers_of(kept_in_an_attribute)
+    NOTES.mask = None
+
+
+def interrupted(after: int) -> Between:
+    def between(model: Body, h: Tensor) -> Tensor:
+        model.calls += 1
+        model.mask = h
+        model.memory["last"] = h
+        if model.calls == after:
+            raise KeyboardInterrupt
+        return h
+
+    return between
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_an_interrupt_leaves_the_model_as_it_was(after: int) -> None:
+    """In the run that is captured, and in one that repeats it."""
+    model = Body(interrupted(after))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters = list(model.parameters())
+    with pytest.raises(KeyboardInterrupt):
+        decompose(model, batch(), functional.cross_entropy)
+    assert (model.calls, model.mask, model.memory) == (0, None, {})
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model.between = lambda _, h: h
+    inputs, targets = batch()
+    functional.cross_entropy(model(inputs), targets).backward()
+    assert model.a.weight.grad is not None

@@ -298,3 +298,46 @@ class Cached(nn.Module):
 def test_a_cache_that_the_output_depends_on_is_refused_by_name() -> None:
     with pytest.raises(DecomposeError, match="depends on buffer cache"):
         decompose(Cached(), {"x": torch.randn(4, 8)})
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda output, target: (
+            0.7 * functional.cross_entropy(output, target) + 0.3 * functional.cross_entropy(output, target.flip(0))
+        ),
+        lambda output, target: functional.cross_entropy(output.roll(1, 0), target),
+        lambda output, target: functional.cross_entropy(output[torch.arange(output.shape[0]).flip(0)], target),
+    ],
+    ids=["flipped targets", "rolled outputs", "reversed outputs"],
+)
+def test_samples_that_trade_places_are_refused_though_the_first_two_have_one_label(loss: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs, targets = (
+        nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3)),
+        torch.randn(6, 4),
+        [1, 1, 0, 2, 1, 0],
+    )
+    with pytest.raises(DecomposeError, match="samples of a batch meet"):
+        decompose(model, (inputs, torch.tensor(targets)), loss)
+
+
+def test_a_metric_in_the_place_of_the_loss_is_refused() -> None:
+    class MetricFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            outputs = self.head(inputs)
+            return (outputs.argmax(1) == targets).float().mean(), functional.cross_entropy(outputs, targets)
+
+    with pytest.raises(DecomposeError, match="no trainable parameter"):
+        decompose(MetricFirst(), (torch.randn(4, 4), torch.tensor([0, 1, 2, 0])))
+
+
+def test_layers_that_leave_a_part_of_the_model_out_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+    batch = (torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(DecomposeError, match=r"2\.weight, 2\.bias would not be trained"):
+        decompose(model, batch, nn.CrossEntropyLoss(), layers=list(model)[:2])

@@ -1,0 +1,87 @@
+"""Benchmark of the simulator: predicted against measured iterations on emulated devices, over models and links."""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harmony_lab.bench.training import SHAPES, Subject, emulated, layerwise_plan, trainer
+from harmony_lab.costs import Profile
+from harmony_lab.machine import HOST
+from harmony_lab.plan import Mode, Plan
+from harmony_lab.planner.check import peak_bytes
+from harmony_lab.trace import Trace
+
+__all__ = ["bench_prediction", "to_json"]
+
+Progress = Callable[[int, int, str], None]
+_MINIBATCH, _MICROBATCH = 16, 4
+_NUM_DEVICES = 2
+_WARM_UP = 2
+LINKS = (20e9, 400e6, 100e6)  # bytes per second: computing binds, both, the link
+
+
+def bench_prediction(
+    *,
+    steps: int = 7,
+    progress: Progress = lambda done, total, text: None,
+    shapes: tuple[Any, ...] = SHAPES,
+) -> dict[str, Any]:
+    """``rows``: a row per model, mode and link; errors are |measured / predicted - 1| of a step, measured the median of
+    ``steps``."""
+    rows = []
+    total = len(shapes) * len(LINKS) * len(Mode)
+    for shape in shapes:
+        subject = Subject(shape, _MINIBATCH, _MICROBATCH)
+        costs = subject.profile(emulated(_NUM_DEVICES))
+        for mode in Mode:
+            plan = layerwise_plan(subject, mode, _NUM_DEVICES)
+            for link in LINKS:
+                rows.append(_row(subject, plan, link, costs, steps))
+                progress(len(rows), total, f"{shape.name}, {mode}")
+    errors = [row["error"] for row in rows]
+    return {"median_error": statistics.median(errors), "worst_error": max(errors), "rows": rows}
+
+
+def _row(subject: Subject, plan: Plan, link: float, costs: Profile, steps: int) -> dict[str, Any]:
+    machine = emulated(_NUM_DEVICES, link=link)
+    with trainer(subject, plan, machine, costs) as training:
+        predicted = training.predicted
+        traces = []
+        for _ in range(_WARM_UP + steps):
+            training.step(subject.batch)
+            assert training.last_trace is not None
+            traces.append(training.last_trace)
+    measured = traces[_WARM_UP:]
+    measured_s = statistics.median(trace.makespan_s for trace in measured)
+    return {
+        "model": subject.shape.name,
+        "plan": str(plan),
+        "link_bytes_per_s": link,
+        "predicted_s": predicted.makespan_s,
+        "measured_s": measured_s,
+        "error": abs(measured_s / predicted.makespan_s - 1),
+        "swap_bytes_predicted": predicted.swap_bytes,
+        "swap_bytes_measured": measured[-1].swap_bytes,
+        "peak_bytes_predicted": list(peak_bytes(predicted.program)),
+        "peak_bytes_measured": np.max([trace.peak_bytes for trace in measured], axis=0).tolist(),
+        "streams": _streams(predicted, measured),
+    }
+
+
+def _streams(predicted: Trace, measured: list[Trace]) -> dict[str, dict[str, float]]:
+    """Busy seconds of every stream."""
+    return {
+        f"{'host' if device == HOST else f'd{device}'}.{stream}": {
+            "predicted_s": busy_s,
+            "measured_s": statistics.median(trace.busy_s.get((device, stream), 0.0) for trace in measured),
+        }
+        for (device, stream), busy_s in predicted.busy_s.items()
+    }
+
+
+def to_json(found: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(found, indent=1))

@@ -1,0 +1,108 @@
+"""Benchmark of the runtime: what planning costs where nothing binds, what a second device brings, what overlaps."""
+
+import json
+import statistics
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from harmony_lab.bench import chaos
+from harmony_lab.bench.training import (
+    SHAPES,
+    Subject,
+    alternating,
+    emulated,
+    layerwise_plan,
+    plain_step,
+    threads,
+    trainer,
+)
+from harmony_lab.plan import Mode
+from harmony_lab.program import Stream
+
+__all__ = ["bench_runtime", "to_json"]
+
+Progress = Callable[[int, int, str], None]
+_MINIBATCH, _MICROBATCH = 16, 4
+_OVERLAPPED = 0.8  # transfers of this share of the time that computing takes
+
+
+def bench_runtime(
+    *,
+    chaos_plans: int = 200,
+    rounds: int = 9,
+    progress: Progress = lambda done, total, text: None,
+    shapes: tuple[Any, ...] = SHAPES,
+) -> dict[str, Any]:
+    """Ratios of step times, each the median of ``rounds`` alternating runs.
+
+    ``overhead_vs_checkpoint``: one emulated device, a block to a pack, free links, against plain PyTorch with a
+    checkpoint at every block, same microbatches, one thread for computing each; the median over the models.
+    ``overhead_smallest``: of the smallest.  ``speedup_two_devices_*``: of two devices of one core each over one, the
+    largest model; ``predicted_speedup_*`` what the simulator says of it.  ``overlap_ratio``: a step whose transfers
+    take 0.8 times as long as computing, in and out together, over one with free links.  ``chaos_*``: see
+    ``bench.chaos``.
+    """
+    total = len(shapes) + 4
+    overheads = {}
+    for number, shape in enumerate(shapes):
+        overheads[shape.name] = _overhead(Subject(shape, _MINIBATCH, _MICROBATCH), rounds)
+        progress(number + 1, total, f"overhead of {shape.name}")
+    largest = Subject(shapes[-1], _MINIBATCH, _MICROBATCH)
+    found: dict[str, Any] = {
+        "overhead_vs_checkpoint": statistics.median(overheads.values()),
+        "overhead_smallest": overheads[shapes[0].name],
+        "overheads": overheads,
+    }
+    for number, mode in enumerate((Mode.PP, Mode.DP)):
+        speedup, predicted = _speedup(largest, mode, rounds)
+        found |= {f"speedup_two_devices_{mode}": speedup, f"predicted_speedup_{mode}": predicted}
+        progress(len(shapes) + 1 + number, total, f"two devices, {mode}")
+    found["overlap_ratio"] = _overlap(largest, rounds)
+    progress(total - 1, total, "overlap")
+    failed = chaos.failures(chaos_plans, lambda done, plans, text: progress(total - 1, total, f"chaos {done}/{plans}"))
+    found |= {"chaos_plans": chaos_plans, "chaos_failures": len(failed), "chaos_failed": failed}
+    progress(total, total, "done")
+    return found
+
+
+def _overhead(subject: Subject, rounds: int) -> float:
+    machine = emulated(1)
+    plan = layerwise_plan(subject, Mode.DP, 1)
+    plain = plain_step(subject.shape, subject.minibatch_size, subject.microbatch_size)
+    with trainer(subject, plan, machine, subject.profile(machine)) as ours, threads(1):
+        return alternating(plain, lambda: ours.step(subject.batch), rounds)
+
+
+def _speedup(subject: Subject, mode: Mode, rounds: int) -> tuple[float, float]:
+    """Measured and predicted."""
+    alone = Subject(subject.shape, subject.minibatch_size, subject.microbatch_size)
+    with ExitStack() as stack:
+        trainers = []
+        for one, count in ((alone, 1), (subject, 2)):
+            machine = emulated(count)
+            plan = layerwise_plan(one, Mode.DP if count == 1 else mode, count)
+            trainers.append(stack.enter_context(trainer(one, plan, machine, one.profile(machine))))
+        single, double = trainers
+        predicted = single.predicted.makespan_s / double.predicted.makespan_s
+        return alternating(lambda: double.step(subject.batch), lambda: single.step(alone.batch), rounds), predicted
+
+
+def _overlap(subject: Subject, rounds: int) -> float:
+    plan = layerwise_plan(subject, Mode.DP, 1)
+    other = Subject(subject.shape, subject.minibatch_size, subject.microbatch_size)
+    free = emulated(1)
+    costs = subject.profile(free)
+    with trainer(subject, plan, free, costs) as unbound:
+        for _ in range(3):
+            unbound.step(subject.batch)
+        assert unbound.last_trace is not None
+        trace = unbound.last_trace
+        rate = trace.swap_bytes / (_OVERLAPPED * trace.busy_s[0, Stream.COMPUTE])
+        with trainer(other, plan, emulated(1, link=rate), costs) as bound:
+            return alternating(lambda: unbound.step(subject.batch), lambda: bound.step(other.batch), rounds)
+
+
+def to_json(found: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(found, indent=1))
