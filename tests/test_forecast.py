@@ -130,6 +130,10 @@ def test_a_lab_forecasts_its_chosen_plan_and_refuses_to_launch_what_the_host_can
     optimizer = torch.optim.AdamW(model.parameters())
     small = Machine.emulated(2, memory="64MiB", link="1e12", host_memory="300KiB")
     with Lab(model, models.gpt2_batch(4), optimizer, minibatch_size=4, machine=small) as lab:
+        lab.measure()
+        with pytest.raises(HostMemoryError, match="no plan fits"):
+            lab.search()
+        lab.choose(f"pp minibatch=4 forward=2[] backward=2[0:{len(lab.layers)}] devices=0,1")
         expected = lab.forecast()
         assert not expected.fits
         assert expected.device_budget_bytes == small.budgets

@@ -31,6 +31,8 @@ __all__ = [
     "comparison_timeline_spec",
 ]
 
+_TIMES_FROM = 9.0  # a change is told as a factor from ten times on
+
 
 class Side(NamedTuple):
     """One of the two: what it is called, its plan's text, its iteration, and the most alive per device at any
@@ -90,6 +92,8 @@ def change(value: float, before: float, *, more_is_worse: bool = True) -> tuple[
     share = value / before - 1
     if abs(share) < 5e-4:
         return "±0 %", None
+    if share >= _TIMES_FROM:
+        return f"× {value / before:,.0f}", more_is_worse
     return f"{share:+.1%}".replace("%", " %").replace("-", "−"), (share > 0) is more_is_worse
 
 

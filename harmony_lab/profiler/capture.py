@@ -23,6 +23,7 @@ from harmony_lab.profiler.pieces import EvenPieces
 from harmony_lab.profiler.python_state import KeptAttributes, Number
 from harmony_lab.profiler.refusals import RefuseTensorHooks, refuse_custom_gradients, refuse_python_chance
 from harmony_lab.profiler.repeat import check_repeats
+from harmony_lab.runtime.failures import clear_frames
 
 __all__ = ["Captured", "Source", "capture", "loss_of"]
 
@@ -150,12 +151,16 @@ def capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., 
     kept = KeptAttributes(traced.model)
     program = None
     try:
-        program = run_export()
-        numbers = check_repeats(traced, traced.record, leaves, program, run_export, kept)
-    except DecomposeError:
+        try:
+            program = run_export()
+            numbers = check_repeats(traced, traced.record, leaves, program, run_export, kept)
+        except DecomposeError:
+            raise
+        except Exception as error:
+            raise _fixed_samples(traced, leaves, samples, error) or _not_exportable(model, error) from error
+    except BaseException as error:
+        clear_frames(error)  # so that only what outlives the run still holds its tensors
         raise
-    except Exception as error:
-        raise _fixed_samples(traced, leaves, samples, error) or _not_exportable(model, error) from error
     finally:
         kept.put_back()
         take_out(traced.record.forget(), but_from=() if program is None else _values(program))

@@ -7,14 +7,18 @@ collector, which sees into every cache.
 
 import gc
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import CellType, FrameType, FunctionType
 from typing import Any
 
+from harmony_lab.profiler.call_log import is_users_file
+
 __all__ = ["take_out"]
 
 _FUNCTION_CACHE = type(lru_cache(lambda: None))
+_DICTIONARIES = (dict, OrderedDict, defaultdict)  # others may not let go of what they hold
 _DEPTH = 3  # of tuples in tuples
 
 
@@ -45,15 +49,15 @@ def _take_out(things: Sequence[Any], depth: int) -> list[str]:
             continue
         if isinstance(holder, _FUNCTION_CACHE):
             holder.cache_clear()
-        elif isinstance(holder, dict):
+        elif type(holder) in _DICTIONARIES:
             keys = [key for key, value in holder.items() if id(value) in ids]
             owner = _owner(holder)
             named += [f"{owner}.{key}" for key in keys if owner]
             for key in keys if owner is None else ():
                 del holder[key]
-        elif isinstance(holder, list):
+        elif type(holder) is list:
             holder[:] = [item for item in holder if id(item) not in ids]
-        elif isinstance(holder, set):
+        elif type(holder) is set:
             holder.difference_update([item for item in holder if id(item) in ids])
         elif isinstance(holder, tuple):
             tuples.append(holder)
@@ -90,8 +94,9 @@ def _functions_with(cell: CellType) -> list[str]:
 
 def _is_of_capture(thing: Any) -> bool:
     """What is torch's or ours, and holds such tensors for as long as a model is captured."""
-    module = thing.__module__ if isinstance(thing, FunctionType) else type(thing).__module__
-    return str(module).partition(".")[0] in ("torch", __name__.partition(".")[0])
+    if isinstance(thing, FunctionType):
+        return not is_users_file(thing.__code__.co_filename)
+    return type(thing).__module__.partition(".")[0] in ("torch", __name__.partition(".")[0])
 
 
 def _variables(holder: Any) -> list[tuple[str, Any]]:

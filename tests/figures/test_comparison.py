@@ -47,3 +47,9 @@ def test_the_static_form_has_table_pictures_and_escaped_plans() -> None:
     assert "plan &lt;b&gt;" in html
     assert "+100.0 %" in html
     assert html.count("<svg") == 4
+
+
+def test_changes_are_told_in_per_cent_and_large_ones_as_factors():
+    assert change(1.1, 1.0) == ("+10.0 %", True)
+    assert change(0.5, 1.0) == ("−50.0 %", False)
+    assert change(5_000_000, 64) == ("× 78,125", True)

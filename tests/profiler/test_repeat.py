@@ -481,7 +481,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(after: int) -> None:
     model = Body(interrupted(after))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters = list(model.parameters())
-    with pytest.raises(KeyboardInterrupt):
+    with warnings.catch_warnings(action="error"), pytest.raises(KeyboardInterrupt):
         decompose(model, batch(), functional.cross_entropy)
     assert (model.calls, model.mask, model.memory) == (0, None, {})
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))

@@ -15,16 +15,21 @@ function nameControls(root) {
 }
 
 function render({ el }) {
-  let observer;
-  const start = requestAnimationFrame(() => {
+  let observer, frame;
+  function start() {
+    if (!el.isConnected) { // on a page that is loaded later widgets are put together off the page, for many frames
+      frame = requestAnimationFrame(start);
+      return;
+    }
     const root = el.closest(".harmony-lab");
     if (!root) return;
     nameControls(root);
     observer = new MutationObserver(() => nameControls(root));
     observer.observe(root, { childList: true, subtree: true }); // controls appear one by one
-  });
+  }
+  frame = requestAnimationFrame(start);
   return () => {
-    cancelAnimationFrame(start);
+    cancelAnimationFrame(frame);
     observer?.disconnect();
   };
 }
