@@ -125,11 +125,13 @@ def _demo(options: argparse.Namespace, console: Console) -> int:
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
+    from harmony_lab.compiled import is_ready
     from harmony_lab.machine import Machine
     from harmony_lab.planner.explain import ablation
     from harmony_lab.planner.limits import limits
     from harmony_lab.planner.published import load_profile
     from harmony_lab.planner.search import search
+    from harmony_lab.planner.warm import warm_up
     from harmony_lab.terminal import ablation_table, bar, limits_table, ranking_table, rejected_table
 
     profile = load_profile(options.profile)
@@ -137,6 +139,9 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
     console.print(f"{profile}\n{machine}")
     if machine.devices[0].model and machine.devices[0].model not in profile.device:
         console.print(f"Layers are taken to be as fast as they were on {profile.device}, where they were measured.")
+    if not is_ready():
+        console.print("The planner is being compiled; once, about half a minute.")
+        warm_up(wait=True)
     with bar(console, "search") as move:
         modes = (options.mode,) if options.mode else tuple(Mode)
         result = search(profile, machine, options.minibatch, modes=modes, progress=move)

@@ -21,7 +21,7 @@ try:
 except ImportError:  # planning works without it, about twenty times slower
     numba = None  # type: ignore[assignment] # mypy takes the import for granted
 
-__all__ = ["Bool", "Float", "Floats", "Int", "Ints", "compile_ahead", "compiled", "is_ready"]
+__all__ = ["Bool", "Float", "Floats", "Int", "Ints", "compile_ahead", "compiled", "folder", "is_ready"]
 
 Int = Any  # int, np.int64 or what numba makes of it: what compiled functions pass to each other
 Bool = Any
@@ -44,7 +44,7 @@ def compiled(function: F) -> F:
         function.__globals__.setdefault(name, _BUILTINS[name])
     config: Any = numba.config
     given = config.CACHE_DIR
-    config.CACHE_DIR = given or str(_folder())  # read while a function is being marked
+    config.CACHE_DIR = given or str(folder())  # read while a function is being marked
     try:
         made: Any = numba.njit(cache=True, nogil=True)(function)
     finally:
@@ -53,7 +53,7 @@ def compiled(function: F) -> F:
 
 
 @cache
-def _folder() -> Path:
+def folder() -> Path:
     """Where the machine code of this source is kept."""
     here = Path(__file__).parent
     digest = hashlib.sha256(numba.__version__.encode())
@@ -67,17 +67,21 @@ def _folder() -> Path:
 
 def is_ready() -> bool:
     """Whether nothing needs to be compiled any more."""
-    return numba is None or (_folder() / _READY).exists()
+    return numba is None or (folder() / _READY).exists()
 
 
-def compile_ahead(use: Callable[[], object]) -> None:
-    """Call ``use``, which makes all machine code, on a thread of its own, unless it has been made before."""
+def compile_ahead(use: Callable[[], object], *, wait: bool = False) -> None:
+    """Call ``use``, which makes all machine code, unless it has been made before; on a thread of its own or, with
+    ``wait``, here and now."""
     if is_ready():
         return
 
     def make() -> None:
         use()
-        _folder().mkdir(parents=True, exist_ok=True)
-        (_folder() / _READY).touch()
+        folder().mkdir(parents=True, exist_ok=True)
+        (folder() / _READY).touch()
 
-    threading.Thread(target=make, name="harmony-compile", daemon=True).start()
+    if wait:
+        make()
+    else:
+        threading.Thread(target=make, name="harmony-compile", daemon=True).start()

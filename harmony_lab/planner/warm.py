@@ -11,9 +11,10 @@ from harmony_lab.planner.search import Switches, search
 __all__ = ["warm_up"]
 
 
-def warm_up() -> None:
-    """Make the planner's machine code in the background, once per installation, so that nobody waits for it."""
-    compile_ahead(_plan_something)
+def warm_up(*, wait: bool = False) -> None:
+    """Make the planner's machine code, once per installation: in the background, so that nobody waits for it, or with
+    ``wait`` now."""
+    compile_ahead(_plan_something, wait=wait)
 
 
 def _plan_something() -> None:

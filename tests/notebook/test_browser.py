@@ -318,6 +318,7 @@ def test_mistakes_are_explained_where_they_were_made(shown):
 
 
 def test_a_page_that_is_loaded_later_shows_the_live_dashboard_too(shown):
+    shown.back()
     save(shown.page)
     page = shown.page.context.new_page()
     page.set_default_timeout(PATIENCE_MS)
