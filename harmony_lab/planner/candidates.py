@@ -23,8 +23,8 @@ __all__ = ["Candidates", "Tuple4", "microbatch_sizes"]
 _MORE_PACKS = 7  # numbers of packs looked at above the least that fits, beside two rounds of the devices
 _PROMISING, _FEW_PAIRS = 8, 24  # of backward's, those for which all of forward's are looked at; all if no more than few
 _ALL_SIZES = 6  # so few sizes are all looked at, else only those that cut the minibatch evenly
-_REFINED, _REFINED_MORE = 24, 3  # candidates whose edges are moved a little, and more
-_STEPS, _MORE_STEPS = 30_000, 200_000  # microbatches of packs in forecasts, to move one candidate's edges
+_REFINED, _REFINED_MORE = 20, 3  # candidates whose edges are moved a little, and more
+_STEPS, _MORE_STEPS = 30_000, 120_000  # microbatches of packs in forecasts, to move one candidate's edges
 _LEAST_TRIES = 20
 
 

@@ -5,6 +5,7 @@ globals, closures, and the elements of lists and dictionaries in them.  Globals 
 """
 
 import sys
+from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ class StateWatch:
                 self._attributes(part, name, _DEPTH)
                 for kind in type(part).__mro__:
                     self._class(kind)
+                    self._of_class(part, name, kind)
             else:
                 self._inside(part, name, name, _DEPTH)
 
@@ -144,6 +146,13 @@ class StateWatch:
         for key in vars(kind):
             if not key.startswith("__") or isinstance(vars(kind)[key], FunctionType):
                 self._item(vars(kind), key, f"{kind.__name__}.{key}", key, _DEPTH)
+
+    def _of_class(self, module: nn.Module, name: str, kind: type) -> None:
+        """What a module has from its class, until it is given one of its own (``model.beta = 0``)."""
+        for key, value in vars(kind).items() if id(kind) in self._seen else ():
+            if type(value) in _SCALARS and key not in module.__dict__ and key not in (*_INTERNAL, *_SWITCHED):
+                held = ChainMap(module.__dict__, vars(kind))  # type: ignore[arg-type] # only read
+                self._numbers[id(held), key] = Number(f"{name}.{key}".lstrip("."), held, key, key, value)
 
     def _attributes(self, value: Any, name: str, depth: int) -> None:
         held = getattr(value, "__dict__", None)

@@ -490,3 +490,22 @@ def test_an_interrupt_leaves_the_model_as_it_was(after: int) -> None:
     inputs, targets = batch()
     functional.cross_entropy(model(inputs), targets).backward()
     assert model.a.weight.grad is not None
+
+
+def test_a_number_of_the_class_that_a_model_is_given_its_own_of_is_noticed() -> None:
+    class Scaled(nn.Module):
+        beta = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.head(inputs) * self.beta
+
+    model, batch = Scaled(), (torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
+    layers = decompose(model, batch, nn.CrossEntropyLoss())
+    layers.flatten_batch(batch)
+    model.beta = 0.0
+    with pytest.raises(DecomposeError, match=r"beta was 1\.0 and is 0\.0"):
+        layers.flatten_batch(batch)
