@@ -26,7 +26,7 @@ from harmony_lab.units import format_bytes, format_seconds
 __all__ = ["Candidate", "Rejected", "SearchResult", "Switches", "search", "searching"]
 
 Progress = Callable[[int, int, str], None]
-MAX_OPS = 200_000
+MAX_OPS = 100_000
 """Ops simulated in one search at most, beyond each mode's two most promising candidates."""
 _ALWAYS = 2
 _FREE_OPS = 3_000  # simulated for every setting, however few candidates are to be shown
@@ -108,6 +108,7 @@ class _Search:
         self.costs = PackCosts(profile)
         self.found: dict[Plan, Candidate] = {}
         self.rejected: dict[Rejected, None] = {}
+        self.last_ops = 0
         self.done = self.total = self.num_ops = self.num_bounded = self.num_skipped = 0
         self.lower_bound_s = 0.0
         self.host_problem = ""
@@ -265,6 +266,7 @@ class _Search:
             program = lower(plan, self.profile, self.machine, costs=self.costs)
         except PlanDoesNotFitError as error:
             self.excess_bytes = max(self.excess_bytes, error.needed_bytes - error.budget_bytes)
+            self.num_ops += self.last_ops // 2  # about what was lowered until it did not fit
             self.rejected[Rejected(str(plan), str(error))] = None
             return None
         except PlanError as error:
@@ -275,7 +277,8 @@ class _Search:
             self.host_problem = problem
             self.rejected[Rejected(str(plan), problem)] = None
             return None
-        self.num_ops += len(program.ops)
+        self.last_ops = len(program.ops)
+        self.num_ops += self.last_ops
         seconds = makespan_s(program, self.profile, self.machine)
         self.found[plan] = Candidate(plan, seconds, self.profile, self.machine)
         return seconds

@@ -9,6 +9,7 @@ import nbclient
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # they plan large models, and share the cores with other tests
 ROOT = Path(__file__).parents[2]
 BOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -21,7 +22,7 @@ def run(tmp_path, monkeypatch):
 
     def execute(name: str) -> tuple[str, list[Any]]:
         book = nbformat.read(ROOT / "notebooks" / name, as_version=4)
-        nbclient.NotebookClient(book, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        nbclient.NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
         outputs = [output for cell in book.cells for output in cell.get("outputs", [])]
         text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
         return text, [output.data for output in outputs if "data" in output]
@@ -38,7 +39,7 @@ def test_three_machines_have_three_reasons_to_be_slow(run):
     assert re.search(r"old cards: .*\nWhat binds is computing", text)
     assert re.search(r"on a cable: .*\nWhat binds is the link host-switch0", text)
     assert re.search(r"fast cards: .*\nWhat binds is the update on the host", text)
-    assert sum("<svg" in data.get("text/html", "") for data in shown) == 3
+    assert sum("<svg" in data.get("text/html", "") for data in shown) == 5
     few, many = numbers(r"minibatches of \d+: ([\d.]+) samples", text)
     assert many > 1.5 * few
 
