@@ -169,8 +169,8 @@ def _of_modules(
         raise DecomposeError("layers=[...] needs at least one module, a loss_fn and batches of (inputs, targets)")
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise DecomposeError("layers=[...] are run once on a few samples, which weights on the meta device cannot be")
-    _refuse_left_out(model, groups)
     decomposed = decompose_modules(model, groups, example_batch, structure, loss_fn, loss_reduction)
+    _refuse_left_out(model, groups)
     refuse_shared_updates(decomposed)
     if loss_reduction is None:
         _refuse_coupled_modules(decomposed)
