@@ -32,6 +32,7 @@ _ALWAYS = 2
 _FREE_OPS = 3_000  # simulated for every setting, however few candidates are to be shown
 _FREE_OPS_OF_FEW = 40_000  # where there are no more candidates than those at hand
 _AT_HAND = 300  # candidates at hand for that
+_HOST_TRIES = 6  # plans for which the host has no memory, before the search gives up where it has found none
 _NEIGHBOURS_OPS, _FEWEST_NEIGHBOURS = 8_000, 40  # simulated to search on from the best plans, if that is so many plans
 _STARTS, _STARTS_OF_FEW = 6, 20  # plans in turn whose neighbours are no better, before the search ends
 _SPARE = 3  # times as many candidates are at hand as are to be simulated, for those that do not fit
@@ -112,6 +113,7 @@ class _Search:
         self.done = self.total = self.num_ops = self.num_bounded = self.num_skipped = 0
         self.lower_bound_s = 0.0
         self.host_problem = ""
+        self.num_host_problems = 0
         self.excess_bytes = 0  # of the candidate that was furthest from fitting
         usable = [mode for mode in map(Mode, modes) if mode is Mode.PP or not self._dp_problem()]
         # On one device the modes are the same program.
@@ -146,7 +148,7 @@ class _Search:
         for setting in settings:
             for _ in self._of_setting(*setting):
                 yield self._result()
-        if self.switches.staying:
+        if self.switches.staying and self.found:
             for _ in self._that_stay():
                 yield self._result()
 
@@ -181,6 +183,8 @@ class _Search:
                 self.rejected |= dict.fromkeys(options.rejected)
             fitting = 0
             for position, four in enumerate(promising):
+                if self.num_host_problems >= _HOST_TRIES and not self.found:  # whatever the packs
+                    return
                 free = _FREE_OPS_OF_FEW if options.num_looked_at <= _AT_HAND else _FREE_OPS
                 enough = fitting >= self.shown and self.num_ops - spent > free
                 if enough or (fitting >= _ALWAYS and self.num_ops > MAX_OPS):
@@ -275,6 +279,7 @@ class _Search:
         problem = host_problem(plan, self.profile, self.machine, program=program)
         if problem:
             self.host_problem = problem
+            self.num_host_problems += 1
             self.rejected[Rejected(str(plan), problem)] = None
             return None
         self.last_ops = len(program.ops)
