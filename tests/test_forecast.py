@@ -50,7 +50,20 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"accumulate": 2}], ids=["plain", "clip", "several"])
 def test_what_is_forecast_of_the_host_is_what_is_counted(plan: str, options: dict[str, Any]) -> None:
-    """Counted: the arena, the optimizer's tensors, and the largest sum of host blocks alive at once."""
+    """Counted: the arena, the optimizer's tensors, and the largest sum of host blocks alive at once.
+
+    How much waits at once depends on timing, and other work on the computer delays steps: one of three runs must be
+    as forecast.
+    """
+    for _ in range(3):
+        counted, found = host_bytes_of(plan, options)
+        if counted == pytest.approx(found, rel=0.05):
+            return
+    assert counted == pytest.approx(found, rel=0.05)
+
+
+def host_bytes_of(plan: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Of one short training: what was counted, and what was forecast of the same."""
     model, layers = wide()
     optimizer = torch.optim.AdamW(model.parameters())
     with Trainer(layers, optimizer, plan, machine(), **options) as trainer:
@@ -65,7 +78,7 @@ def test_what_is_forecast_of_the_host_is_what_is_counted(plan: str, options: dic
     assert expected.optimizer_state_bytes == states
     assert after.present_bytes - expected.present_bytes == states
     found = expected.host_bytes - expected.update_bytes - expected.emulated_bytes
-    assert counted == pytest.approx(found, rel=0.15)
+    return counted, found
 
 
 def test_every_gradient_is_forecast_where_updates_wait_for_all() -> None:
