@@ -305,8 +305,9 @@ def test_a_device_that_is_not_here_is_measured_by_nobody() -> None:
         profile(linear(), Machine.preset("99x4090").with_(num_devices=99))
 
 
+# VmHWM, since ru_maxrss survives exec and would count this process too.
 LLAMA_7B = """
-import resource, torch
+import re, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import harmony_lab as hl
 with torch.device("meta"):
@@ -314,7 +315,8 @@ with torch.device("meta"):
     batch = {name: torch.empty(2, 1024, dtype=torch.long) for name in ("input_ids", "labels")}
 layers = hl.decompose(model, batch)
 profile = hl.estimate(layers, "4090", torch.optim.AdamW(model.parameters()), minibatch_size=8)
-print(len(profile), profile.state_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+peak_kib = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)
+print(len(profile), profile.state_bytes, int(peak_kib) * 1024)
 """
 
 
