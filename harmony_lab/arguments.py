@@ -1,14 +1,30 @@
 """Arguments: what the command line and the notebook's magics read in the same way."""
 
 import argparse
+import re
 
+from harmony_lab.errors import HarmonyError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode
+from harmony_lab.precision import Precision
 from harmony_lab.units import parse_bytes, parse_rate
 
-__all__ = ["add_emulated", "add_mode", "emulated", "num_bytes", "positive", "rate"]
+__all__ = [
+    "add_emulated",
+    "add_machine",
+    "add_mode",
+    "add_precision",
+    "asked_machine",
+    "emulated",
+    "num_bytes",
+    "positive",
+    "preset_with",
+    "rate",
+]
 
+_EMULATED_DEVICES = 2
 _EMULATED_MEMORY = "64MiB"
+_EMULATED_LINK = "2GB/s"
 
 
 def positive(text: str) -> int:
@@ -39,17 +55,63 @@ def rate(text: str) -> float:
 
 
 def add_emulated(parser: argparse.ArgumentParser, memory_default: str = _EMULATED_MEMORY) -> None:
-    """``--devices``, ``--memory`` and ``--link`` of emulated devices."""
-    parser.add_argument("--devices", type=positive, default=2, help="number of emulated devices (default 2)")
+    """``--devices``, ``--memory`` and ``--link`` of emulated devices; None where not given."""
+    parser.add_argument(
+        "--devices", type=positive, metavar="N", help=f"number of devices (default {_EMULATED_DEVICES})"
+    )
     parser.add_argument(
         "--memory", type=num_bytes, metavar="SIZE", help=f"per device, as 64MiB (default {memory_default})"
     )
-    parser.add_argument("--link", type=rate, metavar="RATE", default=2e9, help="shared host link, as 2GB/s (default)")
+    parser.add_argument("--link", type=rate, metavar="RATE", help="shared host link, as 2GB/s (default)")
 
 
 def emulated(options: argparse.Namespace) -> Machine:
     """The machine that ``add_emulated``'s options describe."""
-    return Machine.emulated(options.devices, memory=options.memory or _EMULATED_MEMORY, link=options.link)
+    return Machine.emulated(
+        options.devices or _EMULATED_DEVICES,
+        memory=options.memory or _EMULATED_MEMORY,
+        link=options.link or _EMULATED_LINK,
+    )
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """What the command ``machine`` takes: a preset's name or a description, and ``--measure``."""
+    parser.add_argument("preset", nargs="*", metavar="PRESET", help="GPUs such as 4x4090 (default: those found here)")
+    add_emulated(parser)
+    parser.add_argument("--emulated", action="store_true", help="emulated devices even where there are GPUs")
+    parser.add_argument("--measure", action="store_true", help="measure what every link carries, alone and all at once")
+
+
+def asked_machine(options: argparse.Namespace) -> Machine:
+    """The machine that ``add_machine``'s options name or describe; without any, what is found here."""
+    preset = " ".join(options.preset)
+    if preset:
+        if options.measure:
+            raise HarmonyError(
+                f"the links of {preset!r} cannot be measured, it is only described: leave the name out to measure what "
+                "is here, or leave --measure out"
+            )
+        return preset_with(preset, options)
+    described = (options.devices, options.memory, options.link) != (None, None, None)
+    return emulated(options) if described or options.emulated else Machine.detect()
+
+
+def preset_with(preset: str, options: argparse.Namespace) -> Machine:
+    """A machine by its name, with what ``add_emulated``'s options change: fewer devices, other memory, other links."""
+    machine = Machine.preset(preset)
+    if options.devices is not None and options.devices > machine.num_devices:
+        raise HarmonyError(
+            f"{preset!r} has {machine.num_devices} of --devices {options.devices}: write how many there are into the "
+            f"name, such as {options.devices}x{re.sub(r'^[0-9]+ *x *', '', preset)}"
+        )
+    return machine.with_(num_devices=options.devices, memory=options.memory, link=options.link)
+
+
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """``--precision``."""
+    parser.add_argument(
+        "--precision", type=Precision, choices=tuple(Precision), default=Precision.FP32, help="default fp32"
+    )
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:

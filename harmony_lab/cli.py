@@ -9,9 +9,19 @@ from pathlib import Path
 from rich.console import Console
 
 from harmony_lab import __version__
-from harmony_lab.arguments import add_emulated, add_mode, emulated, positive
+from harmony_lab.arguments import (
+    add_emulated,
+    add_machine,
+    add_mode,
+    add_precision,
+    asked_machine,
+    emulated,
+    positive,
+    preset_with,
+)
 from harmony_lab.errors import HarmonyError
 from harmony_lab.plan import Mode
+from harmony_lab.units import format_bytes
 
 __all__ = ["main"]
 
@@ -46,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--steps", type=positive, default=30, help="training steps (default 30)")
     _add_machine(demo, memory_default="together half of the training state")
+    add_precision(demo)
     demo.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
     demo.add_argument(
         "--report", type=Path, metavar="FILE", default=Path("harmony-lab-report.html"), help="HTML report"
@@ -57,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "profile", type=Path, metavar="PROFILE.json", help="what Profile.save wrote, or published per-layer tables"
     )
     plan.add_argument("--minibatch", type=positive, default=32, help="samples per step (default 32)")
-    plan.add_argument("--machine", metavar="PRESET", help="GPUs such as 4x3090, instead of --devices, --memory, --link")
+    plan.add_argument("--machine", metavar="PRESET", help="GPUs such as 4x3090, or so many of them: --devices")
     _add_machine(plan, memory_default="64MiB")
     plan.add_argument(
         "--explain", action="store_true", help="also what is not possible, the machine's limits, what each switch buys"
@@ -66,12 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--save-plan", type=Path, metavar="FILE", help="write the best plan, for Plan.load")
     plan.set_defaults(command=_plan)
 
-    machine = commands.add_parser("machine", help="measure the links of the GPUs here, or of emulated devices")
-    add_emulated(machine)
-    machine.add_argument("--emulated", action="store_true", help="emulated devices even where there are GPUs")
-    machine.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the machine as measured, for Machine.from_json"
+    machine = commands.add_parser(
+        "machine", help="the GPUs here, those of a preset or emulated ones; measure their links"
     )
+    add_machine(machine)
+    machine.add_argument("--json", type=Path, metavar="FILE", help="write the machine, for Machine.from_json")
     machine.set_defaults(command=_machine)
 
     bench = commands.add_parser("bench", help="benchmarks, which print what they measure")
@@ -112,12 +122,13 @@ def _add_machine(parser: argparse.ArgumentParser, memory_default: str) -> None:
 def _demo(options: argparse.Namespace, console: Console) -> int:
     from harmony_lab.demo import DemoSettings, run_demo
 
+    given = {"num_devices": options.devices, "link_bytes_per_s": options.link}
     settings = DemoSettings(
         steps=options.steps,
-        num_devices=options.devices,
+        **{name: value for name, value in given.items() if value is not None},
         memory_bytes=options.memory,
-        link_bytes_per_s=options.link,
         mode=options.mode,
+        precision=options.precision,
         json_path=options.json,
         report_path=options.report,
     )
@@ -126,7 +137,6 @@ def _demo(options: argparse.Namespace, console: Console) -> int:
 
 def _plan(options: argparse.Namespace, console: Console) -> int:
     from harmony_lab.compiled import is_ready
-    from harmony_lab.machine import Machine
     from harmony_lab.planner.explain import ablation
     from harmony_lab.planner.limits import limits
     from harmony_lab.planner.published import load_profile
@@ -135,7 +145,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
     from harmony_lab.terminal import ablation_table, bar, limits_table, ranking_table, rejected_table
 
     profile = load_profile(options.profile)
-    machine = Machine.preset(options.machine) if options.machine else emulated(options)
+    machine = preset_with(options.machine, options) if options.machine else emulated(options)
     console.print(f"{profile}\n{machine}")
     if machine.devices[0].model and machine.devices[0].model not in profile.device:
         console.print(f"Layers are taken to be as fast as they were on {profile.device}, where they were measured.")
@@ -162,19 +172,20 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
 
 
 def _machine(options: argparse.Namespace, console: Console) -> int:
-    from harmony_lab.machine import Backend, Machine
-    from harmony_lab.profiler.links import probe_links
-    from harmony_lab.terminal import links_table
+    machine = asked_machine(options)
+    if options.measure:
+        from harmony_lab.profiler.links import probe_links
+        from harmony_lab.terminal import links_table
 
-    found = Machine.detect()
-    if options.emulated or found.devices[0].backend is Backend.EMULATED:
-        found = emulated(options)
-    with console.status("measuring the links"):
-        probe = probe_links(found)
-    console.print(links_table(probe))
-    console.print(f"{probe}", soft_wrap=True)
+        with console.status("measuring the links"):
+            probe = probe_links(machine)
+        machine = probe.machine
+        console.print(links_table(probe))
+        console.print(f"{probe}", soft_wrap=True)
+    else:
+        console.print(f"{machine}; host memory {format_bytes(machine.host.memory_bytes)}", soft_wrap=True)
     if options.json:
-        options.json.write_text(json.dumps(probe.machine.to_json(), indent=1) + "\n")
+        options.json.write_text(json.dumps(machine.to_json(), indent=1) + "\n")
     return 0
 
 

@@ -178,6 +178,20 @@ def test_plan_says_where_layers_were_measured_if_that_is_another_device(
     assert "as fast as they were" not in capsys.readouterr().out
 
 
+def test_a_preset_obeys_the_other_options_or_says_how_to_write_it(
+    saved_profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["plan", str(saved_profile), "--minibatch", "8", "--mode", "pp", "--machine", "4x3090"]
+    assert main([*given, "--devices", "2", "--memory", "1GiB"]) == 0
+    printed = capsys.readouterr().out
+    assert Plan.parse(printed.rsplit("Best plan: ", 1)[1].strip()).num_devices == 2
+    assert "2 devices of 1.00 GiB" in printed
+    assert main([*given, "--devices", "8"]) == 2
+    assert "such as 8x3090" in capsys.readouterr().err
+    assert main(["machine", "4x3090", "--measure"]) == 2
+    assert "leave the name out to measure what is here" in capsys.readouterr().err
+
+
 def test_the_ranking_shows_one_plan_of_each_shape(saved_profile: Path) -> None:
     found = search(Profile.load(saved_profile), Machine.emulated(2, memory="1MiB"), 8)
     twice = replace(found, candidates=tuple(c for c in found.candidates for _ in range(2)))
@@ -317,8 +331,11 @@ def test_machine_measures_the_links_and_writes_what_it_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "machine.json"
-    arguments = ["--emulated", "--devices", "2", "--memory", "8MiB", "--link", "200MB/s", "--json", str(path)]
+    arguments = ["--devices", "2", "--memory", "8MiB", "--link", "200MB/s", "--json", str(path)]
     assert main(["machine", *arguments]) == 0
+    assert Machine.from_json(json.loads(path.read_text())) == Machine.emulated(2, memory="8MiB", link="200MB/s")
+    assert "emu0 → emu1" not in capsys.readouterr().out
+    assert main(["machine", "--measure", *arguments]) == 0
     printed = capsys.readouterr().out
     assert printed.count("host → emu1") == 2  # alone and both at once
     assert "emu0 → emu1" in printed

@@ -70,8 +70,8 @@ def candidates_spec(frame: "pandas.DataFrame") -> Spec:
             }
         )
     layout = looks(title=f"{len(frame)} candidates: lower left is better", height=380)
-    layout["xaxis"] = {"title": {"text": f"peak memory of a device, at most ({size.name})"}, "rangemode": "tozero"}
-    layout["yaxis"] = {"title": {"text": f"predicted iteration ({time.name})"}, "rangemode": "tozero"}
+    layout["xaxis"] = {"title": {"text": f"peak memory of a device, at most ({size.name})"}}
+    layout["yaxis"] = {"title": {"text": f"predicted iteration ({time.name})"}}
     return {"data": data, "layout": layout}
 
 

@@ -104,7 +104,7 @@ def comparison_rows(a: Side, b: Side) -> list[Row]:
         _row("step", one.makespan_s, other.makespan_s, format_seconds),
         _row("throughput", a.samples_per_s, b.samples_per_s, _samples, more_is_worse=False),
         _row("peak of a device, at most", max(a.peak_bytes), max(b.peak_bytes), format_bytes),
-        _row("devices idle", one.bubble_fraction, other.bubble_fraction, _percent),
+        _points("devices idle", one.bubble_fraction, other.bubble_fraction),
         _row("swapped in all", one.swap_bytes, other.swap_bytes, format_bytes),
     ]
     for kind in TensorKind:
@@ -126,8 +126,11 @@ def _swapped(trace: Trace, kind: TensorKind) -> int:
     return sum(n for (source, destination, k), n in moved if k is kind and HOST in (source, destination))
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}"
+def _points(what: str, a: float, b: float) -> Row:
+    """Shares; their difference in points of a hundred, for a percentage of percentages would mislead."""
+    points = round(100 * b) - round(100 * a)
+    words = f"{points:+d} {'point' if abs(points) == 1 else 'points'}".replace("-", "−") if points else "±0 points"
+    return Row(what, f"{a:.0%}", f"{b:.0%}", words, points > 0 if points else None)
 
 
 def _samples(per_s: float) -> str:

@@ -33,6 +33,7 @@ from harmony_lab.figures.theme import (
     OP_COLOURS,
     SEQUENTIAL,
     TENSOR_COLOURS,
+    ink_on,
     label,
 )
 from harmony_lab.figures.volumes import Volumes, volumes_of_packs
@@ -217,10 +218,9 @@ def _largest_rows(volumes: Volumes) -> list[int]:
 def _cell(x: float, y: float, width: float, height: float, num_bytes: int, most: int) -> Iterator[str]:
     decades = log10(most / num_bytes)
     shade = max(0, len(SEQUENTIAL) - 1 - floor(decades * 1.5))
-    dark = shade >= 3
     yield rectangle(x + 1, y + 1, width - 2, height - 2, SEQUENTIAL[shade])
-    colour = "#FFFFFF" if dark else "#1B1F24"
-    yield text(x + width / 2, y + 16, format_bytes(num_bytes), anchor="middle", size=11, colour=colour)
+    ink = ink_on(SEQUENTIAL[shade])
+    yield text(x + width / 2, y + 16, format_bytes(num_bytes), anchor="middle", size=11, colour=ink)
 
 
 # -- links ------------------------------------------------------------------------------------------------------------

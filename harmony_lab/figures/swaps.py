@@ -11,7 +11,7 @@ from harmony_lab.figures.lanes import stream_name, stream_order
 from harmony_lab.figures.link_load import hop_name
 from harmony_lab.figures.scales import byte_unit
 from harmony_lab.figures.spec import Spec
-from harmony_lab.figures.theme import SEQUENTIAL, TENSOR_COLOURS, dress, label, looks
+from harmony_lab.figures.theme import SEQUENTIAL, TENSOR_COLOURS, dress, ink_on, label, looks, sequential
 from harmony_lab.figures.volumes import Volumes, volumes_of_candidates, volumes_of_packs
 from harmony_lab.machine import Hop
 from harmony_lab.program import Stream, TensorKind
@@ -24,6 +24,7 @@ _MOST_LABELLED_ROWS: Final = 60
 _MOST_LABELLED_COLUMNS: Final = 16
 _FEWEST_DECADES: Final = 2.0  # so that nearly equal volumes look alike
 _MOST_PIXELS: Final = 900
+_BAR_PIXELS: Final = 22
 
 
 def swap_heatmap(trace: Trace) -> go.Figure:
@@ -33,8 +34,11 @@ def swap_heatmap(trace: Trace) -> go.Figure:
 
 def swap_spec(trace: Trace) -> Spec:
     """``swap_heatmap`` as plain data."""
-    title = f"Bytes moved by pack, {format_bytes(trace.swap_bytes)} swapped in all"
-    return _heatmap(volumes_of_packs(trace), title)
+    title = (
+        f"Bytes moved by pack, {format_bytes(trace.swap_bytes)} swapped in all<br>"
+        "<sup>[first:stop] layers; F forward, B backward; in: to the device, out: to the host, peer: to another</sup>"
+    )
+    return _heatmap(volumes_of_packs(trace), title, top=60)
 
 
 def candidate_heatmap(names: Sequence[str], traces: Sequence[Trace]) -> go.Figure:
@@ -52,16 +56,20 @@ def link_utilisation(trace: Trace) -> go.Figure:
     # A peer transfer takes its time where it arrives.
     streams = sorted((key for key in trace.busy_s if key[1] is not Stream.PEER_OUT), key=stream_order)
     hops = sorted({hop for hop, _ in trace.link_bytes}, key=lambda hop: (hop.link, hop.direction))
+    rows = [max(2, len(streams)), max(2, len(hops))]
     figure = make_subplots(
-        rows=1, cols=2, horizontal_spacing=0.24, subplot_titles=["Busy share of the iteration", "Bytes over each link"]
+        rows=2,
+        cols=1,
+        vertical_spacing=60 / (60 + _BAR_PIXELS * sum(rows)),
+        row_heights=rows,
+        subplot_titles=["Busy share of the iteration", "Bytes over each link"],
     )
     _busy_bars(figure, trace, streams)
     _link_bars(figure, trace, hops)
-    rows = max(3, len(streams), len(hops))
-    figure.update_annotations(font_size=13)
+    figure.update_annotations(x=0, xanchor="left", font_size=13)
     figure.update_yaxes(autorange="reversed", showgrid=False, fixedrange=True)
     figure.update_xaxes(rangemode="tozero")
-    dress(figure, title="", height=135 + 22 * rows, left=130, top=55)
+    dress(figure, title="", height=175 + _BAR_PIXELS * sum(rows), left=130, top=40)
     figure.update_layout(barmode="stack", bargap=0.25)
     return figure
 
@@ -74,7 +82,8 @@ def _busy_bars(figure: go.Figure, trace: Trace, streams: Sequence[tuple[int, Str
             y=[stream_name(trace.machine, device, stream) for device, stream in streams],
             x=shares,
             text=[f"{share:.0%}" for share in shares],
-            textposition="auto",
+            textposition="outside",
+            cliponaxis=False,
             marker={"color": SEQUENTIAL[3]},
             showlegend=False,
             hovertemplate="%{y}: busy %{x:.1%}<extra></extra>",
@@ -82,7 +91,7 @@ def _busy_bars(figure: go.Figure, trace: Trace, streams: Sequence[tuple[int, Str
         row=1,
         col=1,
     )
-    figure.update_xaxes(range=[0, 1], tickformat=".0%", row=1, col=1)
+    figure.update_xaxes(range=[0, 1.1], tickvals=[0, 0.5, 1], tickformat=".0%", row=1, col=1)
 
 
 def _link_bars(figure: go.Figure, trace: Trace, hops: Sequence[Hop]) -> None:
@@ -101,17 +110,17 @@ def _link_bars(figure: go.Figure, trace: Trace, hops: Sequence[Hop]) -> None:
                     customdata=[format_bytes(n) for n in num_bytes],
                     hovertemplate="%{y}: %{customdata}",
                 ),
-                row=1,
-                col=2,
+                row=2,
+                col=1,
             )
-    figure.update_xaxes(ticksuffix=f" {unit.name}", row=1, col=2)
+    figure.update_xaxes(ticksuffix=f" {unit.name}", row=2, col=1)
 
 
-def _heatmap(volumes: Volumes, title: str) -> Spec:
+def _heatmap(volumes: Volumes, title: str, *, top: int = 40) -> Spec:
     rows, columns = len(volumes.rows), len(volumes.columns)
     present = volumes.num_bytes[volumes.num_bytes > 0]
-    height = min(_MOST_PIXELS, 135 + 26 * max(2, rows))
-    layout = looks(title=title, height=height, legend=False, left=90)
+    height = min(_MOST_PIXELS, 95 + top + 26 * max(2, rows))
+    layout = looks(title=title, height=height, legend=False, left=90, top=top)
     if not len(present):
         note = {"text": "nothing is moved", "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
         return {"data": [], "layout": layout | {"annotations": [note]}}
@@ -126,8 +135,6 @@ def _heatmap(volumes: Volumes, title: str) -> Spec:
         "zmin": low,
         "zmax": high + 0.01,
         "text": [[format_bytes(n) if n else "" for n in row] for row in volumes.num_bytes.tolist()],
-        "texttemplate": "%{text}" if labelled else None,
-        "textfont": {"size": 10},
         "colorscale": [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)],
         "showscale": not labelled,
         "colorbar": _colorbar(low, high),
@@ -138,7 +145,26 @@ def _heatmap(volumes: Volumes, title: str) -> Spec:
     }
     layout["yaxis"] = {"autorange": "reversed", "showgrid": False, "type": "category"}
     layout["xaxis"] = {"showgrid": False, "type": "category", "tickangle": 0, "tickfont": {"size": 10}}
-    return {"data": [heat], "layout": layout}
+    return {"data": [heat, _cell_texts(heat)] if labelled else [heat], "layout": layout}
+
+
+def _cell_texts(heat: Spec) -> Spec:
+    """What stands in the cells; plotly's own ink is hard to read on colours in between."""
+    cells = [(y, x) for y in range(len(heat["y"])) for x in range(len(heat["x"])) if heat["text"][y][x]]
+    span = heat["zmax"] - heat["zmin"]
+    return {
+        "type": "scatter",
+        "mode": "text",
+        "x": [heat["x"][x] for _, x in cells],
+        "y": [heat["y"][y] for y, _ in cells],
+        "text": [heat["text"][y][x] for y, x in cells],
+        "textfont": {
+            "size": 10,
+            "color": [ink_on(sequential((float(heat["z"][cell]) - heat["zmin"]) / span)) for cell in cells],
+        },
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
 
 
 def _colorbar(low: float, high: float) -> dict[str, object]:

@@ -19,8 +19,10 @@ __all__ = [
     "SEQUENTIAL",
     "TENSOR_COLOURS",
     "dress",
+    "ink_on",
     "label",
     "looks",
+    "sequential",
 ]
 
 # Found by pushing colours apart in CIELAB under normal, deuteranopic and protanopic sight (Machado et al., 2009), while
@@ -80,6 +82,26 @@ _WORDS: Final[Mapping[str, str]] = {
 def label(kind: OpKind | TensorKind | Stream | Mode) -> str:
     """Readable words: ``"swap in"``, ``"activation gradients"``."""
     return _WORDS.get(kind, kind.value.replace("_", " "))
+
+
+def sequential(share: float) -> str:
+    """The colour at that share, 0 to 1, of ``SEQUENTIAL``, between its steps too."""
+    place = min(max(share, 0.0), 1.0) * (len(SEQUENTIAL) - 1)
+    low = min(int(place), len(SEQUENTIAL) - 2)
+    pairs = zip(_channels(SEQUENTIAL[low]), _channels(SEQUENTIAL[low + 1]), strict=True)
+    return "#" + "".join(f"{round(one + (other - one) * (place - low)):02X}" for one, other in pairs)
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever reads better on that colour: 4.58 to 1 at least (WCAG's contrast)."""
+    parts = (value / 255 for value in _channels(colour))
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if luminance > 0.179 else "#FFFFFF"
+
+
+def _channels(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour.removeprefix("#")))
 
 
 _AXIS: Final = {

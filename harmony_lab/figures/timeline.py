@@ -16,7 +16,7 @@ from harmony_lab.program import OpKind
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes, format_seconds
 
-__all__ = ["TIMELINE_LEFT", "compare", "compare_spec", "timeline", "timeline_spec", "timelines_spec"]
+__all__ = ["TIMELINE_LEFT", "compare_figure", "compare_spec", "timeline_figure", "timeline_spec", "timelines_spec"]
 
 TIMELINE_LEFT: Final = 130
 """Pixels left of the time axis."""
@@ -26,18 +26,18 @@ _ROW_PIXELS: Final = 24
 _GAP_PIXELS: Final = 40
 
 
-def timeline(trace: Trace) -> go.Figure:
+def timeline_figure(trace: Trace) -> go.Figure:
     """A row per device and stream, a bar per op, coloured by op kind; beyond 4,000 ops short neighbours share a bar."""
     return go.Figure(timeline_spec(trace))
 
 
-def compare(predicted: Trace, measured: Trace) -> go.Figure:
+def compare_figure(predicted: Trace, measured: Trace) -> go.Figure:
     """Two timelines one above the other, on one time axis."""
     return go.Figure(compare_spec(predicted, measured))
 
 
 def timeline_spec(trace: Trace) -> Spec:
-    """``timeline`` as plain data."""
+    """``timeline_figure`` as plain data."""
     every = lanes(trace)
     bars, unit = _few(every, trace), time_unit(trace.makespan_s)
     path = critical_path(trace)
@@ -51,7 +51,7 @@ def timeline_spec(trace: Trace) -> Spec:
 
 
 def compare_spec(predicted: Trace, measured: Trace) -> Spec:
-    """``compare`` as plain data."""
+    """``compare_figure`` as plain data."""
     named = [(str(trace.origin).capitalize(), trace) for trace in (predicted, measured)]
     return timelines_spec("Predicted and measured", named)
 

@@ -13,10 +13,9 @@ from harmony_lab.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["NONE_CHOSEN", "CandidateTable", "candidate_rows", "candidate_values"]
+__all__ = ["LEGEND", "NONE_CHOSEN", "CandidateTable", "candidate_rows", "candidate_values"]
 
 NONE_CHOSEN = -1
-# Packs are shown as how many there are × the size of their microbatches; the gap is that to the lower bound.
 COLUMNS = (
     "rank",
     "mode",
@@ -28,6 +27,13 @@ COLUMNS = (
     "swapped",
     "idle",
     "gap",
+)
+
+
+LEGEND = (
+    "A pack is consecutive layers that move to a device together; 6 × 3: six packs, run on three samples at once. dp: "
+    "every device runs all packs on its share of the minibatch; pp: packs go round the devices. Step: one minibatch. "
+    "Swapped: between devices and host. Idle: of the devices' time. Gap: above a bound that no plan beats."
 )
 
 

@@ -7,7 +7,7 @@ import ipywidgets
 
 from harmony_lab.errors import HarmonyError
 from harmony_lab.lab_costs import forecast_on
-from harmony_lab.notebook.candidates import NONE_CHOSEN, CandidateTable
+from harmony_lab.notebook.candidates import LEGEND, NONE_CHOSEN, CandidateTable
 from harmony_lab.notebook.compare_panel import ComparePanel
 from harmony_lab.notebook.control_names import ControlNames
 from harmony_lab.notebook.effects import effects
@@ -99,7 +99,8 @@ class Dashboard:
         self._paint_all()
 
     def _arranged(self) -> Any:
-        candidates = _section("Candidates", self.table, flex="0 0 auto")
+        ranking = ipywidgets.VBox([self.table, ipywidgets.HTML(note_html(LEGEND))])
+        candidates = _section("Candidates", ranking, flex="0 0 auto")
         knobs = _section("Knobs", self.knobs.view, flex="2 1 320px")
         left = ipywidgets.VBox(
             [candidates, _section("Packs and plan", self.knobs.strip_view, flex="0 0 auto")],
@@ -254,7 +255,7 @@ class Dashboard:
             return
         paint = {
             "progress": self._paint_progress,
-            "profile": self._paint_header,
+            "profile": self._paint_profile,
             "result": self._paint_result,
             "plan": self._paint_plan,
             "run": self._paint_run,
@@ -271,6 +272,13 @@ class Dashboard:
 
     def _paint_header(self) -> None:
         self.header.value = header_html(self.lab)
+
+    def _paint_profile(self) -> None:
+        self._paint_header()
+        self._paint_progress()
+        if self.lab.result is not None and self.lab.profile is not None:
+            self.layers.show(self.lab.profile)
+            self.pictures.outdate("Layers")
 
     def _paint_progress(self) -> None:
         progress = self.lab.progress
@@ -347,7 +355,13 @@ class Dashboard:
                 expected = forecast_on(lab.machine, trace, lab.layers, lab.optimizer, profile)
                 self.launcher.expect(trace.makespan_s, expected)
             found = effects(
-                plan, reference.preview.plan, base, profile, self.lab.preview, lambda: number == self._num_painted
+                plan,
+                reference.preview.plan,
+                base,
+                profile,
+                lab.preview,
+                lambda: number == self._num_painted,
+                lab.has_profile,
             )
             for effect in found:
                 self.knobs.show_effect(effect)

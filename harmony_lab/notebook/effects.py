@@ -10,6 +10,8 @@ from harmony_lab.figures.theme import label
 from harmony_lab.notebook.knobs import Knobs, devices_text, microbatch_choices
 from harmony_lab.notebook.text import Weighed, weighed
 from harmony_lab.plan import Mode, Plan
+from harmony_lab.planner.compose import updatable
+from harmony_lab.precision import Precision
 from harmony_lab.preview import Preview, can_stay
 
 __all__ = ["Effect", "effects"]
@@ -30,9 +32,11 @@ def effects(
     profile: Profile,
     simulate: Callable[[Plan], Preview],
     wanted: Callable[[], bool],
+    known: Callable[[Precision], bool] = lambda precision: True,
 ) -> Iterator[Effect]:
     """One knob after the other while they are ``wanted``.
 
+    ``known``: whether there is a profile in that precision; one is not made for this.
     ``shown``: the plan at hand, made by turning knobs of ``base``.  ``reference``: the plan that knobs were turned
     from: a knob set otherwise there is compared with its setting there, any other with the setting beside its own.
     """
@@ -44,6 +48,9 @@ def effects(
         other = getattr(before, name) if turned else _beside(name, knobs, shown.preview.plan, profile)
         if other is None:
             yield Effect(name, "")
+            continue
+        if name == "precision" and not known(other):
+            yield Effect(name, f"with {other}: layers are profiled in it first; turn it to see what it does")
             continue
         words = f"{'instead of' if turned else 'with'} {_setting(name, other)}"
         try:
@@ -83,6 +90,11 @@ def _beside(name: str, knobs: Knobs, plan: Plan, profile: Profile) -> Any:
                 "num_resident_packs": len(possible.resident_packs),
                 "num_kept_packs": len(plan.resident_packs) if possible.kept_packs else 0,
             }[name]
+            return (0 if value else most) if most else None
+        case "precision":
+            return Precision.BF16 if value is Precision.FP32 else Precision.FP32
+        case "num_device_updates":
+            most = len(updatable(plan, profile))
             return (0 if value else most) if most else None
         case "mirrored" if plan.mode is Mode.DP:
             return None

@@ -4,6 +4,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from harmony_lab.costs import Profile
+from harmony_lab.precision import Precision
 from harmony_lab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ def _footprint(profile: Profile, lab: "Lab") -> str:
     activations = profile.activation_bytes(lab.minibatch_size)
     ratio = state / devices
     size = f"{ratio:.1f} times what" if ratio >= 1 else f"{ratio:.0%} of what"
+    also = "" if profile.precision is Precision.FP32 else f", in fp32 and {profile.precision}"
     return (
-        f"Training state (weights, gradients, optimizer) <b>{format_bytes(state)}</b>, {size} the devices hold "
+        f"Training state (weights{also}, gradients, optimizer) <b>{format_bytes(state)}</b>, {size} the devices hold "
         f"together ({format_bytes(devices)}); activations of a minibatch of {lab.minibatch_size}, all kept: "
         f"{format_bytes(activations)}"
     )

@@ -21,10 +21,30 @@ from harmony_lab.notebook.pack_strip import PackStrip
 from harmony_lab.notebook.plan_file import PlanFile
 from harmony_lab.notebook.text import effect_html, error_html
 from harmony_lab.plan import Mode, Plan
+from harmony_lab.planner.compose import updatable
+from harmony_lab.precision import Precision
 from harmony_lab.preview import can_stay, cuts_of, recut
 
 __all__ = ["KnobCalls", "KnobPanel"]
 
+_MEANINGS = {
+    "mode": "how the work is shared out among the devices",
+    "minibatch_size": "samples between two updates of the weights",
+    "forward_microbatch_size": "samples that a forward pack computes at once",
+    "num_forward_packs": "packs that the layers are cut into on the way forward; the last backward pack runs its own",
+    "backward_microbatch_size": "samples that a backward pack computes at once",
+    "num_backward_packs": "packs that the layers are cut into on the way back",
+    "devices": "which device gets the first pack, the second, and so on",
+    "prefetch": "packs whose weights are fetched while another computes: hides transfers, takes memory",
+    "peer_transfers": "values that the next device needs go there, not by way of the host",
+    "just_in_time_update": "off: all updates at the end of the step, as clipping by the global norm needs",
+    "precision": "what layers compute in",
+    "mirrored": "in a pipeline: packs go back over the devices in the reverse order",
+    "num_stashed": "inputs of backward packs that wait on the device instead of on the host",
+    "num_resident_packs": "packs whose weights stay on the device from forward to backward",
+    "num_kept_packs": "of those, packs that keep all that backward needs, so that nothing is computed again",
+    "num_device_updates": "packs whose optimizer runs on the device, with its state there, instead of on the host",
+}
 _WIDE = {"description_width": "145px"}
 _FULL = {"width": "auto"}
 
@@ -53,6 +73,7 @@ class KnobPanel:
         self.controls = _controls()
         self.effects = {name: ipywidgets.HTML() for name in self.controls}
         for name, control in self.controls.items():
+            control.tooltip = _MEANINGS[name]
             control.observe(lambda change, name=name: self._turned(name, change["new"]), "value")
         self.text = ipywidgets.Textarea(
             description="plan", rows=5, continuous_update=False, style={"description_width": "40px"}, layout=_FULL
@@ -94,6 +115,7 @@ class KnobPanel:
         self.controls["num_stashed"].max = len(possible.device_stash)
         self.controls["num_resident_packs"].max = len(possible.resident_packs)
         self.controls["num_kept_packs"].max = len(plan.resident_packs) if possible.kept_packs else 0
+        self.controls["num_device_updates"].max = max(len(updatable(plan, profile)), knobs.num_device_updates)
         for name, control in self.controls.items():
             value = getattr(knobs, name)
             control.value = devices_text(value) if name == "devices" else value
@@ -180,10 +202,21 @@ def _controls() -> dict[str, Any]:
         "prefetch": _count("packs fetched ahead", 0, 2),
         "peer_transfers": _switch("transfers between devices directly"),
         "just_in_time_update": _switch("update each pack right after its backward"),
+        "precision": ipywidgets.ToggleButtons(
+            options=[(str(precision), precision) for precision in Precision],
+            tooltips=[
+                "everything in 32 bits",
+                "matrix products in bf16; weights cross the links in half the bytes; the masters stay fp32. Layers are "
+                "profiled in it first",
+            ],
+            description="precision",
+            style={"button_width": "auto", **_WIDE},
+        ),
         "mirrored": _switch("backward on the device of the forward (pipeline)"),
         "num_stashed": _count("inputs kept on device", 0, 0),
         "num_resident_packs": _count("packs that stay", 0, 0),
         "num_kept_packs": _count("kept for backward", 0, 0),
+        "num_device_updates": _count("updates on device", 0, 0),
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from harmony_lab.costs import Profile
 from harmony_lab.errors import PlanError
 from harmony_lab.plan import Mode, Plan
+from harmony_lab.precision import Precision
 from harmony_lab.preview import repacked
 
 __all__ = ["Knobs", "cuts_text", "devices_text", "microbatch_choices", "parse_cuts", "parse_devices"]
@@ -28,10 +29,12 @@ class Knobs:
     prefetch: int
     peer_transfers: bool
     just_in_time_update: bool
+    precision: Precision
     mirrored: bool
     num_stashed: int
     num_resident_packs: int
     num_kept_packs: int
+    num_device_updates: int
 
     @classmethod
     def of(cls, plan: Plan) -> "Knobs":
@@ -46,10 +49,12 @@ class Knobs:
             prefetch=plan.prefetch,
             peer_transfers=plan.peer_transfers,
             just_in_time_update=plan.just_in_time_update,
+            precision=plan.precision,
             mirrored=plan.mirrored,
             num_stashed=len(plan.device_stash),
             num_resident_packs=len(plan.resident_packs),
             num_kept_packs=len(plan.kept_packs),
+            num_device_updates=len(plan.device_updates),
         )
 
     def turn(self, **changes: Any) -> "Knobs":

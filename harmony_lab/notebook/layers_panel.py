@@ -38,7 +38,7 @@ class LayersPanel:
 
     def draw(self) -> None:
         if self._profile is not None:
-            self.source.value = note_html(str(self._profile))
+            self.source.value = note_html(str(self._profile)) + note_html(self._profile.unsteady)
             self.plot.show(profile_figure(self._profile).to_plotly_json())
 
     def enable(self, enabled: bool) -> None:

@@ -14,6 +14,7 @@ from harmony_lab.notebook.weak import weakly
 from harmony_lab.notebook.what_if import Profiles, Superseded, WhatIf, host_rate, while_wanted
 from harmony_lab.notebook.worker import Worker
 from harmony_lab.planner.search import SearchResult, search
+from harmony_lab.precision import Precision
 from harmony_lab.preview import Preview, preview
 from harmony_lab.units import format_bytes, format_rate, parse_bytes, parse_rate
 
@@ -231,11 +232,11 @@ class MachinePanel:
             return heading + error_html(str(error))
         return heading + tiles_html(tiles(there, reference), "", there.preview.problem)
 
-    def _estimated(self, model: str) -> Profile:
+    def _estimated(self, model: str, precision: Precision) -> Profile:
         from harmony_lab.profiler.estimate import estimate
 
         lab = self._lab
-        return estimate(lab.layers, model, lab.optimizer, minibatch_size=lab.minibatch_size)
+        return estimate(lab.layers, model, lab.optimizer, precision=precision, minibatch_size=lab.minibatch_size)
 
     def _failed(self, error: Exception) -> None:
         self.status.value = error_html(error_words(error))

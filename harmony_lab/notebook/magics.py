@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from IPython.core.error import UsageError
 
-from harmony_lab.arguments import add_emulated, add_mode, emulated, positive
+from harmony_lab.arguments import add_machine, add_mode, add_precision, asked_machine, positive
 from harmony_lab.errors import HarmonyError
 from harmony_lab.notebook.release import free
 from harmony_lab.notebook.traced_cell import traces_of
@@ -22,7 +22,8 @@ __all__ = ["load", "unload"]
 _HELP = """Plan and run the training of models that are larger than the devices at hand.
 
     %harmony machine [PRESET]             the devices, memory and links found here, or those of a preset (4x4090);
-                                          with --devices N --memory SIZE --link RATE: emulated devices
+                                          with --devices N --memory SIZE --link RATE: emulated devices;
+                                          with --measure: what the links really carry (its .machine plans with that)
     %harmony profile MODEL BATCH          seconds and bytes of every layer (without names: of the Lab's model)
     %harmony lab MODEL BATCH OPTIMIZER    a new Lab and its dashboard (without names: the Lab there is)
     %harmony plan [--mode dp]             the ranking of the Lab's plans
@@ -34,9 +35,9 @@ _HELP = """Plan and run the training of models that are larger than the devices 
     %harmony free                         close every Lab and Trainer and give device memory back
     %%harmony trace                       run the cell; show the last training step it took, as measured
 
-MODEL, BATCH, OPTIMIZER and LOADER are names in this notebook.  Options: ``--minibatch N``, ``--loss NAME``
-and ``--machine NAME or PRESET`` with profile and lab, ``--steps N`` with launch, ``--lab NAME`` where there are several
-Labs.  Each returns what it shows: ``run = %harmony launch loader``.
+MODEL, BATCH, OPTIMIZER and LOADER are names in this notebook.  Options: ``--minibatch N``, ``--loss NAME``,
+``--precision bf16`` and ``--machine NAME or PRESET`` with profile and lab, ``--steps N`` with launch, ``--lab NAME``
+where there are several Labs.  Each returns what it shows: ``run = %harmony launch loader``.
 """
 _MAGIC = "harmony"
 
@@ -102,14 +103,14 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         for operand in names:
             command.add_argument(operand, nargs="?" if name in _MAY_LACK_NAMES else None)
         if name == "machine":
-            command.add_argument("preset", nargs="*")
-            add_emulated(command)
+            add_machine(command)
         if name == "plan":
             add_mode(command)
         if name in ("profile", "lab"):
             command.add_argument("--minibatch", type=positive)
             command.add_argument("--machine")
             command.add_argument("--loss")
+            add_precision(command)
         if name == "launch":
             command.add_argument("--steps", type=positive, default=100)
         if name not in _WITHOUT_LAB:
@@ -155,12 +156,12 @@ class _Magic:
         return [*options, *(name for name in self._ipython.user_ns if not name.startswith("_"))]
 
     def _machine(self, arguments: argparse.Namespace) -> Any:
-        from harmony_lab.machine import Machine
+        machine = asked_machine(arguments)
+        if not arguments.measure:
+            return machine
+        from harmony_lab.profiler.links import probe_links
 
-        if arguments.preset:
-            return Machine.preset(" ".join(arguments.preset))
-        described = arguments.memory is not None or (arguments.devices, arguments.link) != (2, 2e9)
-        return emulated(arguments) if described else Machine.detect()
+        return probe_links(machine)
 
     def _profile(self, arguments: argparse.Namespace) -> Any:
         if arguments.model is None:
@@ -172,7 +173,8 @@ class _Magic:
 
         layers = decompose(model, batch, self._chosen_loss(arguments))
         size = arguments.minibatch or layers.example_sizes["batch"]
-        return profile(layers, self._chosen_machine(arguments), None, minibatch_size=size)
+        machine, precision = self._chosen_machine(arguments), arguments.precision
+        return profile(layers, machine, None, precision=precision, minibatch_size=size)
 
     def _lab(self, arguments: argparse.Namespace) -> Any:
         if arguments.model is None:
@@ -189,6 +191,7 @@ class _Magic:
             loss_fn=self._chosen_loss(arguments),
             minibatch_size=arguments.minibatch,
             machine=self._chosen_machine(arguments),
+            precision=arguments.precision,
         )
         self._made = weakref.ref(made)
         return made

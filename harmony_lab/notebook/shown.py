@@ -23,14 +23,19 @@ class Shown:
         static form    hidden by the style sheet as long as the widgets live
 
     One output with both would show neither in a notebook reopened without its kernel: there a viewer insists on the
-    widgets, which are gone.  The static form is sent anew when the object has changed and came to rest.
+    widgets, which are gone.  The static form is sent anew when the object has changed and came to rest; to pages that
+    were loaded since, by way of a ``KeptForm``.
     """
 
     def __init__(self, publish: Publish, widget: Any, static: Callable[[], Bundle]) -> None:
+        from harmony_lab.notebook.kept_form import KeptForm  # widgets load with the first that is shown
+
         self.widget = widget
         self._publish = publish
         self._static = static
         self._widget_id, self._static_id = str(uuid4()), str(uuid4())
+        self._kept = KeptForm(self._static_id)
+        self._version = 0  # of the static form
         self._lock = threading.RLock()
         self._timer: threading.Timer | None = None  # while a change has not been sent
 
@@ -38,7 +43,7 @@ class Shown:
         """Add the outputs to the cell that runs."""
         text = "(The controls need a running kernel; the last state is below.)"
         self._send(self._widget_id, {**self.widget._repr_mimebundle_(), "text/plain": text}, update=False)
-        self._send(self._static_id, self._static_form(), update=False)
+        self._send_static(update=False)
 
     def changed(self, *, soon: bool = True) -> None:
         """Send the static form once no further change has come for a moment; with ``soon=False``, within half a
@@ -60,7 +65,7 @@ class Shown:
                 return
             self._timer.cancel()
             self._timer = None
-        self._send(self._static_id, self._static_form(), update=True)
+        self._send_static(update=True)
 
     def end(self, farewell: str) -> None:
         """Put the last static form and a sentence in place of the widgets, which are closed."""
@@ -68,8 +73,10 @@ class Shown:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        self._send(self._static_id, self._static_form(), update=True)
+        self._send_static(update=True)
         self._send(self._widget_id, {"text/html": f"<p>{farewell}</p>", "text/plain": farewell}, update=True)
+        self._kept.send_newest()
+        _close(self._kept)
         _close(self.widget)
 
     def _flush_or_log(self) -> None:
@@ -78,9 +85,14 @@ class Shown:
         except Exception:  # on the timer's thread there is nobody to tell
             _log.exception("the static form could not be made")
 
-    def _static_form(self) -> Bundle:
+    def _send_static(self, *, update: bool) -> None:
         bundle = self._static()
-        return {**bundle, "text/html": f'<div class="harmony-static">{bundle["text/html"]}</div>'}
+        with self._lock:
+            self._version += 1
+            version = self._version
+        bundle = {**bundle, "text/html": self._kept.mark(bundle["text/html"], version)}
+        self._send(self._static_id, bundle, update=update)
+        self._kept.sent(bundle, version)
 
     def _send(self, display_id: str, bundle: Bundle, *, update: bool) -> None:
         self._publish(data=bundle, metadata={}, transient={"display_id": display_id}, update=update)

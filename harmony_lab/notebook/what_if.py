@@ -7,6 +7,7 @@ from typing import NamedTuple
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.machine import HOST, Direction, Machine
+from harmony_lab.precision import Precision
 
 __all__ = ["Profiles", "Superseded", "WhatIf", "host_rate", "varied", "while_wanted"]
 
@@ -66,20 +67,21 @@ def host_rate(machine: Machine) -> float:
 class Profiles:
     """Costs of one model on the devices asked for: measured on the Lab's own, estimated on presets, each once.
 
-    ``estimate`` takes a GPU's name.
+    ``estimate`` takes a GPU's name and a precision.
     """
 
-    def __init__(self, estimate: Callable[[str], Profile]) -> None:
+    def __init__(self, estimate: Callable[[str, Precision], Profile]) -> None:
         self._estimate = estimate
-        self._known: dict[str, Profile] = {}
+        self._known: dict[tuple[str, Precision], Profile] = {}
 
     def of(self, machine: Machine, own: Machine, measured: Profile) -> Profile:
         model = machine.devices[0].model
         if model == own.devices[0].model and machine.devices[0].backend is own.devices[0].backend:
             return measured
-        if model not in self._known:
-            self._known[model] = self._estimate(model)
-        return self._known[model]
+        key = model, measured.precision
+        if key not in self._known:
+            self._known[key] = self._estimate(*key)
+        return self._known[key]
 
 
 class Superseded(Exception):

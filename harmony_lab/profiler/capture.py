@@ -2,11 +2,9 @@
 
 import copy
 import inspect
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,13 @@ from harmony_lab.profiler.leftovers import take_out
 from harmony_lab.profiler.nodes import describe
 from harmony_lab.profiler.pieces import EvenPieces
 from harmony_lab.profiler.python_state import KeptAttributes, Number
-from harmony_lab.profiler.refusals import RefuseTensorHooks, refuse_custom_gradients, refuse_python_chance
+from harmony_lab.profiler.refusals import (
+    RefuseTensorHooks,
+    not_exportable,
+    refuse_custom_gradients,
+    refuse_python_chance,
+    without_graph_dumps,
+)
 from harmony_lab.profiler.repeat import check_repeats
 from harmony_lab.runtime.failures import clear_frames
 
@@ -143,7 +147,7 @@ def capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., 
     shapes = [{0: dim} if spec.batched else None for spec in structure.tensors]
 
     def run_export() -> Any:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_graph_dumps():
             # Those that it means are told apart, and refused, by running again.
             warnings.filterwarnings("ignore", "The tensor attributes? ", UserWarning)
             return export(traced, (leaves,), dynamic_shapes=(shapes,), strict=False)
@@ -157,7 +161,7 @@ def capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., 
         except DecomposeError:
             raise
         except Exception as error:
-            raise _fixed_samples(traced, leaves, samples, error) or _not_exportable(model, error) from error
+            raise _fixed_samples(traced, leaves, samples, error) or not_exportable(model, error) from error
     except BaseException as error:
         clear_frames(error)  # so that only what outlives the run still holds its tensors
         raise
@@ -208,7 +212,8 @@ def _fixed_samples(
     """
     lengths = training.record.log.lengths
     try:
-        program = export(training, (leaves,), strict=False)
+        with without_graph_dumps():
+            program = export(training, (leaves,), strict=False)
     except Exception:
         return None
     where = f" at {lengths[0]}" if lengths else ", as len(x), int(x.shape[0]) or a fixed size in a reshape do"
@@ -287,18 +292,3 @@ def _batch_symbol(
             bounded = limits is not None and limits.upper.is_Integer  # else infinite
             return symbol, low, int(limits.upper) if bounded else None
     raise AssertionError("a batch structure has at least one tensor with samples")
-
-
-def _not_exportable(model: nn.Module, error: Exception) -> DecomposeError:
-    torch_folder = str(Path(torch.__file__).parent)
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(torch_folder)
-    ]
-    ours = str(Path(__file__).parent)
-    frames = [frame for frame in frames if not frame.filename.startswith(ours)]
-    where = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    reason = "\n".join(f"  {line}" for line in str(error).strip().splitlines()[:12])
-    return DecomposeError(
-        f"{type(model).__name__} cannot be captured as a graph: {type(error).__name__}{where}\n{reason}\n"
-        "Change that line, or pass layers=[...]: a list of modules that are run in sequence, which need no capture."
-    )

@@ -30,11 +30,6 @@ def test_every_candidate_is_a_point_of_its_modes_colour() -> None:
     assert (best.x[0], best.y[0]) == pytest.approx((frame["peak_bytes"][0] / MIB, frame["step_s"][0] * 1e3))
 
 
-def test_both_axes_of_the_candidates_start_at_nothing() -> None:
-    layout = candidates_scatter(ranking()).layout
-    assert (layout.xaxis.rangemode, layout.yaxis.rangemode) == ("tozero", "tozero")
-
-
 def test_no_candidates_draw() -> None:
     assert len(candidates_scatter(ranking().iloc[:0]).data) == 0
 

@@ -8,7 +8,7 @@ from harmony_lab.figures.critical import critical_line, critical_path
 from harmony_lab.figures.lanes import lanes
 from harmony_lab.figures.svg import timeline_svg
 from harmony_lab.figures.theme import CRITICAL_COLOUR
-from harmony_lab.figures.timeline import timeline
+from harmony_lab.figures.timeline import timeline_figure
 from harmony_lab.program import Op, OpKind, Program, Stream
 
 
@@ -63,7 +63,7 @@ def test_the_line_runs_along_the_ops_in_their_rows() -> None:
 
 def test_timelines_show_it_interactive_and_static() -> None:
     trace = pipeline_trace()
-    figure = timeline(trace)
+    figure = timeline_figure(trace)
     assert [t.name for t in figure.data][-1] == "critical path"
     assert critical_path(trace).words() in figure.layout.title.text
     assert CRITICAL_COLOUR in timeline_svg(trace)

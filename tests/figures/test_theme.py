@@ -7,7 +7,15 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from harmony_lab.figures.theme import MODE_COLOURS, OP_COLOURS, TENSOR_COLOURS, label
+from harmony_lab.figures.theme import (
+    MODE_COLOURS,
+    OP_COLOURS,
+    SEQUENTIAL,
+    TENSOR_COLOURS,
+    ink_on,
+    label,
+    sequential,
+)
 from harmony_lab.plan import Mode
 from harmony_lab.program import OpKind, Stream, TensorKind
 
@@ -66,3 +74,12 @@ def test_pictures_without_plotly_load_no_plotly() -> None:
     modules = "harmony_lab.figures.svg, harmony_lab.figures.report"
     code = f"import sys, {modules}; print([name for name in ('plotly', 'torch', 'ipywidgets') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_numbers_in_cells_can_be_read_on_every_colour_of_the_scale() -> None:
+    luminance = {colour: XYZ[1] @ linear(colour) for colour in ("#000000", "#FFFFFF")}
+    for share in np.linspace(0, 1, 101):
+        colour = sequential(share)
+        below, ink = XYZ[1] @ linear(colour), luminance[ink_on(colour)]
+        assert (max(below, ink) + 0.05) / (min(below, ink) + 0.05) >= 4.5
+    assert [sequential(share) for share in (0, 0.2, 1)] == [SEQUENTIAL[0], SEQUENTIAL[1], SEQUENTIAL[-1]]

@@ -8,7 +8,7 @@ from figures.pipelines import long_trace, pipeline_trace, trace_of
 from harmony_lab.figures.lanes import KINDS, lanes, thinned
 from harmony_lab.figures.spec import spec_json
 from harmony_lab.figures.theme import OP_COLOURS, label
-from harmony_lab.figures.timeline import compare, timeline, timeline_spec
+from harmony_lab.figures.timeline import compare_figure, timeline_figure, timeline_spec
 from harmony_lab.machine import HOST
 from harmony_lab.program import Op, OpKind, Program, Stream
 from harmony_lab.trace import Origin
@@ -20,7 +20,7 @@ def bar(figure, kind: OpKind, row: int | None = None):
 
 
 def test_rows_are_devices_streams_in_order_and_the_host_comes_last() -> None:
-    names = timeline(pipeline_trace()).layout.yaxis.ticktext
+    names = timeline_figure(pipeline_trace()).layout.yaxis.ticktext
     assert names[:5] == tuple(
         f"emu0 · {stream}" for stream in ("compute", "swap in", "swap out", "peer in", "peer out")
     )
@@ -30,19 +30,19 @@ def test_rows_are_devices_streams_in_order_and_the_host_comes_last() -> None:
 
 def test_bars_are_where_the_trace_puts_them() -> None:
     trace = pipeline_trace()
-    drawn = bar(timeline(trace), OpKind.BACKWARD)
+    drawn = bar(timeline_figure(trace), OpKind.BACKWARD)
     assert drawn.marker.color == OP_COLOURS[OpKind.BACKWARD]
     by_op = {
         int(row[0]): (start, length) for row, start, length in zip(drawn.customdata, drawn.base, drawn.x, strict=True)
     }
     assert by_op[14] == pytest.approx((23, 7))  # ms
     assert by_op[8] == pytest.approx((14, 8))
-    assert timeline(trace).layout.xaxis.title.text == "time (ms)"
+    assert timeline_figure(trace).layout.xaxis.title.text == "time (ms)"
 
 
 def test_a_send_is_drawn_while_its_receiver_copies() -> None:
     trace = pipeline_trace()
-    figure = timeline(trace)
+    figure = timeline_figure(trace)
     send, receive = bar(figure, OpKind.SEND), bar(figure, OpKind.RECV)
     assert sorted(send.base) == pytest.approx(sorted(receive.base))
     assert sorted(send.x) == pytest.approx([1.0, 2.0])
@@ -52,7 +52,7 @@ def test_a_send_is_drawn_while_its_receiver_copies() -> None:
 
 
 def test_frees_are_not_drawn() -> None:
-    assert label(OpKind.FREE) not in {trace.name for trace in timeline(pipeline_trace()).data}
+    assert label(OpKind.FREE) not in {trace.name for trace in timeline_figure(pipeline_trace()).data}
 
 
 def busy_by_row_and_kind(bars) -> dict[tuple[int, int], float]:
@@ -91,7 +91,7 @@ def test_long_ops_stay_themselves_when_short_ones_merge() -> None:
 
 def test_few_ops_are_not_merged() -> None:
     trace = long_trace(3000)
-    assert sum(len(t.x) for t in timeline(trace).data if t.type == "bar") == len(trace.program.ops)
+    assert sum(len(t.x) for t in timeline_figure(trace).data if t.type == "bar") == len(trace.program.ops)
 
 
 def test_three_thousand_ops_travel_in_less_than_300_kb() -> None:
@@ -110,13 +110,13 @@ def test_a_hundred_thousand_ops_draw_and_travel_in_less_than_300_kb() -> None:
 
 def test_a_trace_without_ops_draws() -> None:
     empty = Program(minibatch_size=1, num_layers=1, budgets=(1,), blocks=(), ops=())
-    assert len(timeline(trace_of(empty, np.zeros(0), np.zeros(0))).data) == 0
+    assert len(timeline_figure(trace_of(empty, np.zeros(0), np.zeros(0))).data) == 0
 
 
 def test_compared_timelines_share_the_axis_of_the_longer_one() -> None:
     predicted = pipeline_trace()
     slower = trace_of(predicted.program, predicted.start_s * 2, predicted.end_s * 2, Origin.MEASURED)
-    figure = compare(predicted, slower)
+    figure = compare_figure(predicted, slower)
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range
     assert figure.layout.xaxis2.range[1] == pytest.approx(74, rel=0.01)
     first, second = bar(figure, OpKind.UPDATE, 1), bar(figure, OpKind.UPDATE, 2)

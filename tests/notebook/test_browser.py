@@ -14,8 +14,9 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from playwright.sync_api import Error as PlaywrightError
@@ -31,6 +32,15 @@ FLAGS = (
     "--no-first-run",
 )
 PATIENCE_MS = 120_000  # the first search on a machine makes machine code
+TABS = ("Links", "Swaps", "Candidates", "Compare", "What if", "Layers")
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
+CONTROLS = "button, select, textarea, input, [role=slider], [role=tab], [role=img]"
+UNNAMED = """all => all
+    .filter(e => e.checkVisibility() && !e.ariaLabel && !e.labels?.length && !e.textContent.trim() && !e.title)
+    .map(e => e.outerHTML.slice(0, 200))"""
+UNREACHABLE = "all => all.filter(e => e.tabIndex < 0).map(e => e.outerHTML.slice(0, 200))"
+CUT_TITLES = """plot => [...plot.querySelectorAll(".gtitle, .annotation text")]
+    .filter(e => e.getBoundingClientRect().right > plot.getBoundingClientRect().right + 1).map(e => e.textContent)"""
 
 pytestmark = [
     pytest.mark.browser,
@@ -69,6 +79,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
+    command += ["--LabApp.expose_app_in_browser=True"]  # to change the theme
     command += [f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=", f"--notebook-dir={work}"]
     with (tmp_path / "server.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -94,13 +105,14 @@ def _wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError("the server does not answer")
 
 
-class Shown(NamedTuple):
-    """The notebook's page, the Lab's dashboard on it, and the errors that the page has met."""
+@dataclass
+class Shown:
+    """The notebook's page, the Lab's dashboard on it, and the errors that pages have met."""
 
     page: Any
     server: str
-    problems: list[str]
-    best: list[str]  # the best plan's text, once it is known
+    problems: list[str] = field(default_factory=list)
+    best: str = ""  # the best plan's text, once it is known
 
     @property
     def lab(self) -> Any:
@@ -109,6 +121,30 @@ class Shown(NamedTuple):
     @property
     def plan(self) -> str:
         return self.lab.locator("textarea").first.input_value()
+
+    @property
+    def static(self) -> Any:
+        """The form for pages without a kernel, hidden beside live widgets."""
+        return self.page.locator(".harmony-static").first
+
+    def static_tells(self, words: str) -> None:
+        self.page.wait_for_function(
+            "words => document.querySelector('.harmony-static')?.textContent.includes(words)", arg=words
+        )
+
+    def open(self) -> None:
+        """Load the notebook."""
+        self.page.set_default_timeout(PATIENCE_MS)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.goto(f"{self.server}/lab/tree/01_quickstart.ipynb?reset")
+        self.page.wait_for_selector("text=/\\(ipykernel\\) \\| Idle/")
+        self.page.keyboard.press("Control+b")  # the file browser away
+
+    def use_theme(self, name: str) -> None:
+        self.page.evaluate(
+            "name => window.jupyterapp.commands.execute('apputils:change-theme', { theme: `JupyterLab ${name}` })", name
+        )
+        self.page.wait_for_function("name => document.body.dataset.jpThemeName === `JupyterLab ${name}`", arg=name)
 
     def button(self, name: str) -> Any:
         return self.lab.locator("button", has_text=re.compile(rf"^\s*{name}\s*$"))  # icons count as part of a name
@@ -135,7 +171,7 @@ class Shown(NamedTuple):
         self.lab.locator(".harmony-table tbody tr").first.click()
         self.lab.locator(".harmony-table tbody tr").first.locator("input:checked").wait_for(state="attached")
         self.button("back to the candidate").click()
-        self.plan_becomes(f"^{re.escape(self.best[0])}$")
+        self.plan_becomes(f"^{re.escape(self.best)}$")
 
     def shoot(self, name: str) -> None:
         folder = os.environ.get("HARMONY_SCREENSHOTS")
@@ -152,16 +188,12 @@ def shown(server: str) -> Iterator[Shown]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=list(FLAGS))
         page = browser.new_context(viewport={"width": 1200, "height": 2100}).new_page()
-        page.set_default_timeout(PATIENCE_MS)
-        made = Shown(page, server, [], [])
-        page.on("pageerror", lambda error: made.problems.append(str(error)))
-        page.goto(f"{server}/lab/tree/01_quickstart.ipynb?reset")
-        page.wait_for_selector("text=/\\(ipykernel\\) \\| Idle/")
-        page.keyboard.press("Control+b")  # the file browser away
+        made = Shown(page, server)
+        made.open()
         run_up_to_the_lab(page)
         made.lab.locator(".harmony-table tbody tr").first.wait_for()
         made.lab.locator(".js-plotly-plot .main-svg").first.wait_for()
-        made.best.append(made.plan)
+        made.best = made.plan
         yield made
         browser.close()
 
@@ -182,9 +214,8 @@ def num_backward_packs(plan: str) -> int:
 def test_the_dashboard_appears_with_the_best_plan(shown):
     assert shown.lab.locator(".harmony-table input:checked").count() == 1
     assert "What binds is" in shown.lab.locator(".harmony-header").inner_text()
-    static = shown.page.locator(".harmony-static").first
-    assert static.count() == 1
-    assert not static.is_visible()  # beside live widgets
+    assert shown.static.count() == 1
+    assert not shown.static.is_visible()  # beside live widgets
     assert "critical path" in shown.lab.locator(".js-plotly-plot").first.inner_text()
     shown.shoot("dashboard")
 
@@ -192,10 +223,12 @@ def test_the_dashboard_appears_with_the_best_plan(shown):
 def test_controls_have_names_and_obey_the_keyboard(shown):
     packs = shown.lab.get_by_role("slider", name="backward packs")
     packs.wait_for()
-    unnamed = shown.lab.locator("select, textarea, input, [role=slider]").evaluate_all(
-        "all => all.filter(e => e.offsetParent && !e.ariaLabel && !e.labels?.length).map(e => e.outerHTML)"
-    )
-    assert unnamed == []
+    for tab in (*TABS, "Timeline"):
+        shown.open_tab(tab)
+        assert shown.lab.locator(CONTROLS).evaluate_all(UNNAMED) == [], tab
+        assert shown.lab.locator("[role=slider], select, input").evaluate_all(UNREACHABLE) == [], tab
+    assert shown.lab.locator("[title=null]").count() == 0
+    assert shown.lab.locator(".widget-label[title^='packs whose weights are fetched']").count() == 1
     before = num_backward_packs(shown.plan)
     packs.focus()
     shown.page.keyboard.press("ArrowLeft")
@@ -319,17 +352,19 @@ def test_mistakes_are_explained_where_they_were_made(shown):
 
 def test_a_page_that_is_loaded_later_shows_the_live_dashboard_too(shown):
     shown.back()
+    shown.static_tells(shown.best)
     save(shown.page)
-    page = shown.page.context.new_page()
-    page.set_default_timeout(PATIENCE_MS)
-    again = shown._replace(page=page)
-    page.goto(f"{shown.server}/lab/tree/01_quickstart.ipynb?reset")
-    again.lab.locator(".js-plotly-plot .main-svg").first.wait_for()
-    assert again.plan == shown.best[0]
-    again.slide("packs fetched ahead", 2)
-    again.plan_becomes("prefetch=2")
-    shown.plan_becomes("prefetch=2")  # one kernel, one Lab
-    page.close()
+    first, shown.page = shown.page, shown.page.context.new_page()
+    shown.page.set_viewport_size(first.viewport_size)
+    shown.open()
+    shown.lab.locator(".js-plotly-plot .main-svg").first.wait_for()
+    assert shown.plan == shown.best
+    shown.slide("packs fetched ahead", 2)
+    shown.plan_becomes("prefetch=2")
+    Shown(first, shown.server).plan_becomes("prefetch=2")  # one kernel, one Lab
+    first.close()
+    shown.static_tells("prefetch=2")  # what this page would save
+    assert not shown.static.is_visible()
     shown.back()
 
 
@@ -356,22 +391,36 @@ def test_launch_pause_resume_and_stop(shown):
     shown.shoot("measured")
 
 
-def test_both_widths_and_themes_show_everything(shown):
-    shown.page.set_viewport_size({"width": 620, "height": 2900})
+def test_both_themes_can_be_read(shown):
+    for theme in ("Dark", "Light"):
+        shown.use_theme(theme)
+        for tab in (*TABS, "Timeline"):
+            shown.open_tab(tab)
+            shown.lab.locator(".widget-tab .js-plotly-plot .main-svg, .widget-tab .widget-hslider").locator(
+                "visible=true"
+            ).first.wait_for()
+            assert shown.lab.evaluate(CONTRAST) == [], f"{theme}, {tab}"
+        shown.shoot(theme.lower())
+
+
+@pytest.mark.parametrize("width", [620, 700])
+def test_a_narrow_page_shows_everything(shown, width):
+    shown.page.set_viewport_size({"width": width, "height": 2900})
+    shown.open_tab("Timeline")
     for part in (".harmony-table", ".widget-tab"):
         fits = shown.lab.locator(part).first.evaluate("e => e.scrollWidth <= e.clientWidth + 1")
         assert fits, f"{part} is cut"
-    shown.open_tab("Timeline")
-    shown.shoot("narrow")
+    shown.page.wait_for_function(
+        "() => document.querySelector('.harmony-lab .main-svg').clientWidth <= document.body.clientWidth"
+    )
+    assert shown.lab.locator(".js-plotly-plot").first.evaluate(CUT_TITLES) == []
+    shown.shoot(f"narrow_{width}")
     shown.page.set_viewport_size({"width": 1200, "height": 2100})
 
 
 def test_a_saved_notebook_shows_the_last_state_without_its_kernel(shown):
-    static = shown.page.locator(".harmony-static").first
     plan = shown.plan
-    shown.page.wait_for_function(
-        "() => document.querySelector('.harmony-static').textContent.includes('stopped: step')"
-    )
+    shown.static_tells("stopped: step")
     save(shown.page)
     shown.page.evaluate(
         """async () => {
@@ -380,13 +429,14 @@ def test_a_saved_notebook_shows_the_last_state_without_its_kernel(shown):
                 await fetch(`/api/kernels/${id}`, { method: "DELETE", headers });
         }"""
     )
-    shown.page.goto(f"{shown.server}/lab/tree/01_quickstart.ipynb?reset")
+    shown.open()
     shown.page.wait_for_selector(".harmony-static")
-    assert static.is_visible()
-    assert "stopped: step" in static.inner_text()
-    assert plan in static.inner_text()
-    assert "Loss:" in static.inner_html()
-    assert "critical path" in static.inner_html()
+    assert shown.static.is_visible()
+    assert "stopped: step" in shown.static.inner_text()
+    assert plan in shown.static.inner_text()
+    assert "Loss:" in shown.static.inner_html()
+    assert "critical path" in shown.static.inner_html()
+    assert shown.static.evaluate(CONTRAST) == []
     assert shown.problems == []
 
 

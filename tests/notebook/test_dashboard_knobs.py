@@ -137,6 +137,23 @@ def test_every_knob_says_what_it_does(dashboard):
     assert "per sample" in texts["minibatch_size"]
 
 
+def test_another_precision_is_profiled_when_it_is_turned_to(dashboard):
+    assert dashboard.settle_effects(PATIENCE_S)
+    precision, effect = dashboard.knobs.controls["precision"], dashboard.knobs.effects["precision"]
+    assert "with bf16: layers are profiled in it first" in effect.value
+    precision.value = "bf16"
+    assert settled(dashboard).precision == "bf16"
+    assert dashboard.lab.profile.precision == "bf16"
+    assert dashboard.progress.layout.display == "none"
+    assert "in fp32 and bf16" in dashboard.header.value
+    assert dashboard.settle_effects(PATIENCE_S)
+    assert "instead of fp32: step " in effect.value
+    precision.value = "fp32"
+    assert settled(dashboard).precision == "fp32"
+    assert dashboard.settle_effects(PATIENCE_S)
+    assert "with bf16: step " in effect.value
+
+
 def test_the_forecast_follows_the_steps(dashboard):
     assert dashboard.settle_effects(PATIENCE_S)
     dashboard.launcher.steps.value = 7

@@ -133,6 +133,9 @@ def test_a_machine_is_described_by_preset_or_options(shell):
     assert harmony(shell, "machine 4x4090, pcie4 x8 behind 2 switches").num_devices == 4
     described = harmony(shell, "machine --devices 3 --memory 8MiB")
     assert described == hl.Machine.emulated(3, memory="8MiB")
+    measured = harmony(shell, "machine --measure --devices 1 --memory 1MiB")
+    assert measured.rate(-1, 0) > 0
+    assert measured.machine.budgets == (2**20,)
 
 
 def test_a_lab_for_a_preset_machine(shell, lab, batches):

@@ -2,6 +2,7 @@
 const NAMED = ".noUi-handle, select, textarea, input:not([type=radio]), .widget-readout";
 
 function nameControls(root) {
+  root.querySelectorAll("[title=null]").forEach((part) => part.removeAttribute("title")); // ipywidgets' "no tooltip"
   for (const row of root.querySelectorAll(".widget-inline-hbox")) {
     const label = row.querySelector(":scope > .widget-label")?.textContent.trim();
     if (!label) continue;
@@ -25,7 +26,8 @@ function render({ el }) {
     if (!root) return;
     nameControls(root);
     observer = new MutationObserver(() => nameControls(root));
-    observer.observe(root, { childList: true, subtree: true }); // controls appear one by one
+    const looks = { childList: true, subtree: true, attributeFilter: ["title"] };
+    observer.observe(root, looks); // controls appear one by one
   }
   frame = requestAnimationFrame(start);
   return () => {
