@@ -27,6 +27,7 @@ _HOMES = {
     "Plan": "plan",
     "PlanDoesNotFitError": "errors",
     "PlanError": "errors",
+    "Precision": "precision",
     "Profile": "costs",
     "Program": "program",
     "ProgramError": "errors",
@@ -39,6 +40,7 @@ _HOMES = {
     "decompose": "profiler.decompose",
     "difference": "plan",
     "estimate": "profiler.estimate",
+    "in_precision": "profiler.precision",
     "load_profile": "planner.published",
     "limits": "planner.limits",
     "lower": "planner.lower",
@@ -49,6 +51,8 @@ _HOMES = {
     "simulate": "trainer",
     "step_seed": "runtime.runner",
 }
+
+_PACKAGES = ("figures",)
 
 __all__ = [*sorted(_HOMES), "load_ipython_extension", "unload_ipython_extension"]
 
@@ -77,10 +81,12 @@ if TYPE_CHECKING:
     from harmony_lab.planner.lower import lower
     from harmony_lab.planner.published import load_profile
     from harmony_lab.planner.search import SearchResult, search
+    from harmony_lab.precision import Precision
     from harmony_lab.profiler.decompose import decompose
     from harmony_lab.profiler.estimate import estimate
     from harmony_lab.profiler.links import probe_links
     from harmony_lab.profiler.measure import profile
+    from harmony_lab.profiler.precision import in_precision
     from harmony_lab.profiler.randomness import reproducible_randomness
     from harmony_lab.program import Program
     from harmony_lab.runtime.runner import step_seed
@@ -90,6 +96,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
+    if name in _PACKAGES:
+        return import_module(f"harmony_lab.{name}")
     if home is None:
         raise AttributeError(f"module 'harmony_lab' has no attribute {name!r}")
     value = getattr(import_module(f"harmony_lab.{home}"), name)
@@ -98,7 +106,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    own = (name for name in globals() if name.startswith("__"))
+    return sorted({*own, *__all__, *_PACKAGES})
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from harmony_lab.errors import OutOfRangeError
 from harmony_lab.layers import TensorSpec
 from harmony_lab.machine import check_schema
+from harmony_lab.precision import Precision
 from harmony_lab.units import format_bytes, format_seconds, format_spread
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Cost", "ForwardCost", "LayerCost", "Profile", "SharedParameter"]
 
 SCHEMA_VERSION = 2
+_UNSTEADY = 0.5  # of ``spread``
 _SIZES_LISTED = 8  # in the one-line form
 
 
@@ -64,7 +66,8 @@ class LayerCost:
     counted as laid out in a flat block: each padded to a multiple of 64 bytes (``layers.padded``).
 
     ``costs`` is parallel to the profile's ``microbatch_sizes``, ``forward_costs`` to its ``forward_only_sizes``.
-    ``update_spread``: of ``update_s``, as in ``Cost``.
+    ``update_spread``: of ``update_s``, as in ``Cost``.  ``update_workspace_bytes``: temporaries of the optimizer's step
+    for the layer; None: not measured.
     """
 
     name: str
@@ -79,6 +82,13 @@ class LayerCost:
     costs: tuple[Cost, ...]
     update_spread: float | None = None
     forward_costs: tuple[ForwardCost, ...] = ()
+    update_workspace_bytes: int | None = None
+
+    @property
+    def largest_update_bytes(self) -> int:
+        """Temporaries of the optimizer's step for the layer at most: where not measured, what optimizers that are not
+        fused take for all its parameters at once, two of each."""
+        return 2 * self.gradient_bytes if self.update_workspace_bytes is None else self.update_workspace_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +111,9 @@ class Profile:
     was measured.
 
     ``forward_only_sizes``: larger microbatches of which only the forward without gradient is known, because the device
-    holds no larger backward.  ``additive_memory``: peaks are of layers that keep all they allocate, so that those of a
+    holds no larger backward.  ``precision``: what layers compute in; parameters are then counted as devices get them,
+    and ``master_bytes`` are those of the fp32 masters that the host holds beside them (0: there are no others).
+    ``additive_memory``: peaks are of layers that keep all they allocate, so that those of a
     pack are the sums over its layers (``planner.pack``), not of layers that run one after the other.
     """
 
@@ -118,6 +130,8 @@ class Profile:
     update_threads: int = 1
     forward_only_sizes: tuple[int, ...] = ()
     additive_memory: bool = False
+    precision: Precision = Precision.FP32
+    master_bytes: int = 0
     cached: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
@@ -227,6 +241,10 @@ class Profile:
     def updated_buffer_bytes(self, start: int, stop: int) -> int:
         return self._span("updated_buffer_bytes", start, stop)
 
+    def optimizer_bytes(self, start: int, stop: int) -> int:
+        """The optimizer's state for what layers [start, stop) update."""
+        return self._span("optimizer_state_bytes", start, stop)
+
     def boundary_bytes(self, boundary: int, num_samples: int) -> int:
         """Values crossing into layer ``boundary`` for that many samples."""
         return sum(spec.num_bytes(num_samples) for spec in self.boundaries[boundary])
@@ -255,9 +273,12 @@ class Profile:
     def state_bytes(self) -> int:
         """Weights, gradients and optimizer state: the training state without activations."""
         count = len(self.layers)
-        return (
-            self.weight_bytes(0, count) + self.gradient_bytes(0, count) + self._span("optimizer_state_bytes", 0, count)
-        )
+        return self.host_weight_bytes + self.gradient_bytes(0, count) + self.optimizer_state_bytes
+
+    @property
+    def host_weight_bytes(self) -> int:
+        """Of the host: the parameters, and where devices get them in another type, both."""
+        return self.weight_bytes(0, len(self.layers)) + self.master_bytes
 
     @property
     def optimizer_state_bytes(self) -> int:
@@ -315,6 +336,8 @@ class Profile:
             "couples_samples": list(self.couples_samples),
             "serial_buffers": list(self.serial_buffers),
             "update_threads": self.update_threads,
+            "precision": str(self.precision),
+            "master_bytes": self.master_bytes,
         }
 
     @classmethod
@@ -345,6 +368,8 @@ class Profile:
             update_threads=data["update_threads"],
             forward_only_sizes=tuple(data.get("forward_only_sizes", ())),
             additive_memory=data.get("additive_memory", False),
+            precision=Precision.of(data.get("precision", Precision.FP32)),
+            master_bytes=data.get("master_bytes", 0),
         )
 
     def save(self, path: str | Path) -> None:
@@ -365,8 +390,18 @@ class Profile:
         return (
             f"profile of {self.model} on {self.device}: {len(self)} layers, {format_bytes(self.state_bytes)} of "
             f"weights, gradients and optimizer state; microbatches of {sizes}"
+            f"{'' if self.precision is Precision.FP32 else f'; in {self.precision}'}"
             + ("; from earlier measurements (cached)" if self.cached else "")
         )
+
+    @property
+    def unsteady(self) -> str:
+        """What to do where repeated runs were far apart, in a sentence; empty where they were not."""
+        spreads = [[*(cost.spread for cost in layer.costs), layer.update_spread] for layer in self.layers]
+        count = sum(max(known for known in (0.0, *found) if known is not None) > _UNSTEADY for found in spreads)
+        what = f"{count} of {len(self)} layers were measured while something else used this machine (±"
+        cure = f" over {_UNSTEADY:.0%}): measure again when it is quiet, with measure(cache=False)"
+        return what + cure if count else ""
 
     def __repr__(self) -> str:
         return f"<Profile{str(self).removeprefix('profile')}>"
@@ -388,8 +423,9 @@ class Profile:
             )
             rows.append(f"<tr><td>{index}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         return (
-            f"<p>{escape(str(self))}; below: microbatches of {size}</p><table><thead><tr><th>layer</th><th>name</th>"
-            "<th>parameters</th><th>forward</th><th>backward</th><th>±</th><th>saved activations</th>"
+            f"<p>{escape(str(self))}; below: microbatches of {size}. {self.unsteady}</p>"
+            "<table><thead><tr><th>layer</th><th>name</th><th>parameters</th><th>forward</th><th>backward</th><th>±</th>"
+            "<th>saved activations</th>"
             f"<th>update on the host</th><th>±</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
         )
 

@@ -10,15 +10,15 @@ from harmony_lab.errors import HostMemoryError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import HOST, Backend, Machine
 from harmony_lab.planner.check import peak_bytes
-from harmony_lab.planner.limits import busiest_on_host
-from harmony_lab.program import Program, TensorKind
+from harmony_lab.planner.limits import busiest_on_host, state_on_devices
+from harmony_lab.program import OpKind, Program, TensorKind
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["Forecast", "forecast"]
+__all__ = ["Forecast", "forecast", "measured_state_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,11 @@ class Forecast:
     """Bytes that training takes at most.
 
     ``device_peak_bytes``, ``device_budget_bytes``: per device; peaks are bounds for any timing.  On the host:
-    ``weight_bytes`` of parameters, ``optimizer_state_bytes``, ``gradient_bytes`` and ``stash_bytes`` at the moment of
-    the simulated iteration at which they take most together, ``accumulated_bytes`` of gradients that wait for other
-    minibatches, ``update_bytes`` of the optimizer's temporaries, ``emulated_bytes`` of what emulated devices are made
-    of.  ``pinned_bytes`` of all that are page-locked.  ``present_bytes`` are taken by the model and its optimizer now;
-    ``available_bytes`` can be had beside them.
+    ``weight_bytes`` of parameters and of the copies that devices get in another type, ``optimizer_state_bytes``,
+    ``gradient_bytes`` and ``stash_bytes`` at the moment of the simulated iteration at which they take most together,
+    ``accumulated_bytes`` of gradients that wait for other minibatches, ``update_bytes`` of the optimizer's temporaries,
+    ``emulated_bytes`` of what emulated devices are made of.  ``pinned_bytes`` of all that are page-locked.
+    ``present_bytes`` are taken by the model and its optimizer now; ``available_bytes`` can be had beside them.
 
     Not counted is what the C library keeps of freed memory for later: with emulated devices, whose memory is the
     host's, glibc may keep tens of MiB for each of a device's threads, unless the environment has
@@ -137,22 +137,23 @@ def forecast(
 
     gradients, stash = busiest_on_host(predicted)
     held = _state_bytes(layers, optimizer)
-    state = max(held, profile.optimizer_state_bytes or _measured_state_bytes(layers, optimizer))
+    state = max(held, profile.optimizer_state_bytes or measured_state_bytes(layers, optimizer))
+    on_host = max(0, state - state_on_devices(predicted.program))
     peaks = peak_bytes(predicted.program)
     pinned = [device.backend is not Backend.EMULATED for device in machine.devices]
     emulated = [peak for peak, real in zip(peaks, pinned, strict=True) if not real]
-    weights = profile.weight_bytes(0, len(layers))
+    moving = profile.weight_bytes(0, len(layers))
     return Forecast(
         device_peak_bytes=peaks,
         device_budget_bytes=machine.budgets,
-        weight_bytes=weights,
-        optimizer_state_bytes=state,
+        weight_bytes=profile.host_weight_bytes,
+        optimizer_state_bytes=on_host,
         gradient_bytes=gradients,
         stash_bytes=stash,
         accumulated_bytes=layers.trainable_bytes if accumulate > 1 else 0,
         update_bytes=_update_bytes(predicted.program, layers, optimizer),
         emulated_bytes=sum(emulated),
-        pinned_bytes=weights + gradients + stash if any(pinned) else 0,
+        pinned_bytes=moving + gradients + stash if any(pinned) else 0,
         present_bytes=layers.parameter_bytes + held,
         available_bytes=min(available_bytes(), machine.host.memory_bytes),
     )
@@ -164,8 +165,8 @@ def _state_bytes(layers: LayerSequence, optimizer: "Optimizer") -> int:
     return sum(getattr(value, "nbytes", 0) for state in states for value in state.values())
 
 
-def _measured_state_bytes(layers: LayerSequence, optimizer: "Optimizer") -> int:
-    """Asked on stand-ins, for a profile that was made without an optimizer."""
+def measured_state_bytes(layers: LayerSequence, optimizer: "Optimizer") -> int:
+    """Of the optimizer's state, asked on stand-ins: for a profile that was made without an optimizer."""
     from harmony_lab.profiler.updates import TimedSteps, UpdateCosts
 
     costs = UpdateCosts(layers, optimizer, TimedSteps(layers, 1))
@@ -173,8 +174,10 @@ def _measured_state_bytes(layers: LayerSequence, optimizer: "Optimizer") -> int:
 
 
 def _update_bytes(program: Program, layers: LayerSequence, optimizer: "Optimizer") -> int:
-    """Temporaries of a step that is not fused: two at a time, as large as a parameter, with ``foreach`` as a pack."""
-    if all(group.get("fused") for group in optimizer.param_groups):
+    """Temporaries of steps on the host that are not fused: two at a time, as large as a parameter, with ``foreach`` as
+    a pack."""
+    on_host = any(op.kind is OpKind.UPDATE and op.device == HOST for op in program.ops)
+    if not on_host or all(group.get("fused") for group in optimizer.param_groups):
         return 0
     if any(group.get("foreach") for group in optimizer.param_groups):
         sizes = [b.num_bytes for b in program.blocks if b.kind is TensorKind.GRADIENT and b.device == HOST]

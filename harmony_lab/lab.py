@@ -17,6 +17,7 @@ from harmony_lab.ownership import take_over
 from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.search import SearchResult, search
 from harmony_lab.planner.warm import warm_up
+from harmony_lab.precision import Precision
 from harmony_lab.preview import Preview, preview, repacked
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.steps import ProgressCallback
@@ -36,12 +37,16 @@ __all__ = ["Lab", "Preview", "Progress"]
 class Lab:
     """One model on one machine: ``measure``, ``search``, ``choose``, ``launch``; no widgets.
 
-    ``model``, ``example_batch``, ``loss_fn``, ``layers``: as in ``decompose``.  ``optimizer``: the user's own
-    torch.optim optimizer over the model's parameters; planning works without one, training does not.  ``machine``: by
-    default ``Machine.detect()``; also a preset's name, such as ``"4x1080ti"``.
+    ``model``, ``example_batch``, ``loss_fn``, ``layers``, ``cut``, ``loss_reduction``: as in ``decompose``.
+    ``optimizer``: the user's own torch.optim optimizer over the model's parameters; planning works without one,
+    training does not.  ``machine``: by default ``Machine.detect()``; also a preset's name, such as ``"4x1080ti"``.
 
     A machine that is not at hand can be planned for: costs are then estimated (``harmony_lab.estimate``) and nothing
     can be launched; ``only_planned`` says so.  The same goes for a model on the meta device, which takes no memory.
+
+    ``precision``: what to compute in, ``"fp32"`` or ``"bf16"`` (see ``harmony_lab.precision``).  It may be changed:
+    choosing a plan of another precision profiles in that one too, the first time, and is what ``measure`` and
+    ``search`` go on with.
 
     ``seed`` fixes random masks, others in every step.  Steps are counted on from run to run (``steps_trained``), so a
     run that follows another draws the masks that one longer run would have drawn.
@@ -60,7 +65,10 @@ class Lab:
         loss_fn: Callable[..., Any] | None = None,
         minibatch_size: int,
         machine: Machine | str | None = None,
+        precision: Precision | str = Precision.FP32,
         layers: Sequence[Any] | None = None,
+        cut: Sequence[str] | None = None,
+        loss_reduction: str | None = None,
         seed: int = 0,
     ) -> None:
         if not isinstance(minibatch_size, int) or minibatch_size < 1:
@@ -69,10 +77,11 @@ class Lab:
         self.minibatch_size = minibatch_size
         self.machine = Machine.preset(machine) if isinstance(machine, str) else machine or Machine.detect()
         self.seed = seed
+        self._precision = Precision.of(precision)
         self._state = threading.RLock()  # held for moments: fields below
         self._work = threading.RLock()  # held for long: one measurement, search or launch at a time
         self._listeners = Listeners()
-        self._profile: Profile | None = None
+        self._profiles: dict[Precision, Profile] = {}
         self._result: SearchResult | None = None
         self._preview: Preview | None = None
         self._run: Run | None = None
@@ -80,14 +89,26 @@ class Lab:
         self._closed = False
         self._earlier_steps = 0  # of the runs before the last one
         warm_up()
-        self.layers: LayerSequence = decompose(model, example_batch, loss_fn, layers=layers)
+        self.layers: LayerSequence = decompose(
+            model, example_batch, loss_fn, layers=layers, cut=cut, loss_reduction=loss_reduction
+        )
         take_over(model, self)  # last, so that the older Lab works on where this one cannot be made
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     @property
+    def precision(self) -> Precision:
+        """Of the chosen plan; before, what was asked for."""
+        return self._precision
+
+    @property
     def profile(self) -> Profile | None:
-        return self._profile
+        """In that precision."""
+        return self._profiles.get(self._precision)
+
+    def has_profile(self, precision: Precision | str) -> bool:
+        """Whether layers have been profiled in that precision: choosing a plan of another one takes as long."""
+        return Precision.of(precision) in self._profiles
 
     @property
     def result(self) -> SearchResult | None:
@@ -143,38 +164,64 @@ class Lab:
     # -- from profile to plan -------------------------------------------------------------------------------------
 
     def measure(self, progress: ProgressCallback | None = None, *, cache: bool = True) -> Profile:
-        """Profile every kind of layer on the machine's devices.  Forgets results of the profile before.
+        """Profile every kind of layer on the machine's devices.  Forgets profiles and results from before.
 
         ``cache=False``: measure also what was measured before.  A machine that is not at hand is estimated.
         """
         with self._work:
-            self._must_be_free("measure")
-            try:
-                measured = costs_on(
-                    self.layers,
-                    self.machine,
-                    self.optimizer,
-                    minibatch_size=self.minibatch_size,
-                    cache=cache,
-                    progress=self._reporter("profile", progress),
-                )
-            finally:
-                self._progress = None
+            measured = self._measured(self._precision, progress, cache=cache)
             with self._state:
-                self._profile, self._result, self._preview = measured, None, None
+                self._profiles, self._result, self._preview = {self._precision: measured}, None, None
         self._listeners.notify("profile")
         return measured
 
+    def _measured(
+        self, precision: Precision, progress: ProgressCallback | None = None, *, cache: bool = True
+    ) -> Profile:
+        self._must_be_free("measure")
+        try:
+            return costs_on(
+                self.layers,
+                self.machine,
+                self.optimizer,
+                precision=precision,
+                minibatch_size=self.minibatch_size,
+                cache=cache,
+                progress=self._reporter("profile", progress),
+            )
+        finally:
+            self._progress = None
+
+    def _costs_in(self, precision: Precision, progress: ProgressCallback | None = None) -> Profile:
+        """The profile in that precision, measured where there is none."""
+        found = self._profiles.get(precision)
+        if found is not None:
+            return found
+        with self._work:
+            found = self._profiles.get(precision) or self._measured(precision, progress)
+            with self._state:
+                self._profiles = {**self._profiles, precision: found}
+        if precision is self._precision:
+            self._listeners.notify("profile")
+        return found
+
     def search(
-        self, progress: ProgressCallback | None = None, *, modes: Sequence[Mode | str] = tuple(Mode)
+        self,
+        progress: ProgressCallback | None = None,
+        *,
+        modes: Sequence[Mode | str] = tuple(Mode),
+        precisions: Sequence[Precision | str] = (),
     ) -> SearchResult:
         """Rank the plans that fit and choose the best; profiles first where that was not done yet.
+
+        ``precisions``: to rank plans of together, by default the Lab's alone.
 
         Raises ``PlanDoesNotFitError`` when nothing fits, naming what is missing.
         """
         with self._work:
             self._must_be_open("search")
-            measured = self._profile or self.measure(progress)
+            wanted = [Precision.of(precision) for precision in precisions] or [self._precision]
+            measured = [self._costs_in(precision, progress) for precision in dict.fromkeys(wanted)]
             try:
                 result = search(
                     measured,
@@ -201,17 +248,23 @@ class Lab:
     def preview(self, plan: Plan | str) -> Preview:
         """Lower and simulate a plan or its text, also one that does not fit; nothing is chosen."""
         self._must_be_open("preview")
-        return preview(Plan.of(plan), self._profile or self.measure(), self.machine)
+        plan = Plan.of(plan)
+        return preview(plan, self._costs_in(plan.precision), self.machine)
 
     def choose(self, plan: Plan | str | int) -> Preview:
         """Take that plan (or its text), or that rank of the last search (0 is the best), for the next launch.
+
+        A plan of another precision than the last is profiled for first, unless that was done before.
 
         A plan that does not fit can be looked at; ``launch`` refuses it.
         """
         with self._work:  # so that no other profile arrives between
             preview = self.preview(self._candidate(plan) if isinstance(plan, int) else plan)
             with self._state:
-                self._preview = preview
+                switched = self._precision is not preview.plan.precision
+                self._preview, self._precision = preview, preview.plan.precision
+        if switched:
+            self._listeners.notify("profile")
         self._listeners.notify("plan")
         return preview
 
@@ -238,7 +291,7 @@ class Lab:
         assert base is not None
         return repacked(
             base,
-            self._profile or self.measure(),
+            self._costs_in(base.precision),
             num_forward_packs=num_forward_packs,
             num_backward_packs=num_backward_packs,
             **knobs,
@@ -339,9 +392,9 @@ class Lab:
             )
         if self._preview is None:
             self.prepare()
-        chosen, measured = self._preview, self._profile
+        chosen = self._preview
         assert chosen is not None
-        assert measured is not None
+        measured = self._costs_in(chosen.plan.precision)
         if max_grad_norm is not None and chosen.plan.just_in_time_update:
             chosen = self.preview(chosen.plan.with_(just_in_time_update=False))
         return self.optimizer, chosen, measured

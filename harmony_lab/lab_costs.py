@@ -7,6 +7,7 @@ from harmony_lab.costs import Profile
 from harmony_lab.forecast import Forecast, forecast
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Backend, Machine
+from harmony_lab.precision import Precision
 from harmony_lab.profiler.estimate import estimate
 from harmony_lab.profiler.measure import profile
 from harmony_lab.profiler.steps import ProgressCallback
@@ -46,12 +47,13 @@ def costs_on(
     machine: Machine,
     optimizer: "torch.optim.Optimizer | None",
     *,
+    precision: Precision,
     minibatch_size: int,
     cache: bool,
     progress: ProgressCallback,
 ) -> Profile:
     """The profile, measured or estimated; ``cache``: as in ``profile``."""
-    given: dict[str, Any] = {"minibatch_size": minibatch_size, "progress": progress}
+    given: dict[str, Any] = {"precision": precision, "minibatch_size": minibatch_size, "progress": progress}
     if why_only_planned(layers, machine):
         return estimate(layers, machine, optimizer, **given)
     return profile(layers, machine, optimizer, cache=cache, **given)

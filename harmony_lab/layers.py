@@ -10,11 +10,12 @@ and ``runtime`` uses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from typing import Any, Protocol
 
+from harmony_lab.precision import Precision
 from harmony_lab.units import format_bytes, format_count
 
 __all__ = ["LOSS_TOTALS", "Layer", "LayerCall", "LayerFunction", "LayerSequence", "StateSpec", "TensorSpec", "padded"]
@@ -56,7 +57,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """A parameter or buffer.  ``name`` is its first name in the model; ``layers`` are all the layers that read it."""
+    """A parameter or buffer.  ``name`` is its first name in the model; ``layers`` are all the layers that read it.
+
+    ``dtype``, ``num_bytes``: of the model's own tensor, and of its gradient.  ``shadow``: the type of two bytes that
+    devices get an fp32 parameter in; empty: its own (see ``precision``).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -64,6 +69,15 @@ class StateSpec:
     num_bytes: int
     trainable: bool
     layers: tuple[int, ...]
+    shadow: str = field(default="", repr=False)  # texts of specs make a model's fingerprint
+
+    @property
+    def device_dtype(self) -> str:
+        return self.shadow or self.dtype
+
+    @property
+    def device_bytes(self) -> int:
+        return self.num_bytes // 2 if self.shadow else self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +161,9 @@ class LayerSequence:
         (batch dimension, rows per sample, blocks) of what the k-th random op draws: ``profiler.randomness.BatchDim``.
     ``recipe``
         What it was made of (``profiler.recipe.Recipe``); None for layers made by hand.
+    ``precision``, ``in_fp32``, ``device_type``
+        What the layers compute in (see ``precision`` and ``profiler.precision.in_precision``); where that is not fp32,
+        the same layers in fp32, and torch's type of the devices whose rules the boundaries' types follow.
     """
 
     model: Any
@@ -166,6 +183,9 @@ class LayerSequence:
     fingerprint: str
     example_batch: Any = None
     recipe: Any = None
+    precision: Precision = Precision.FP32
+    in_fp32: "LayerSequence | None" = None
+    device_type: str = ""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -219,6 +239,7 @@ class LayerSequence:
         return (
             f"LayerSequence of {type(self.model).__name__}: {len(self)} layers of {self.num_kinds} kinds, "
             f"{format_count(total)} parameters ({format_bytes(self.parameter_bytes)})"
+            f"{'' if self.precision is Precision.FP32 else f', in {self.precision}'}"
         )
 
     def _repr_html_(self) -> str:

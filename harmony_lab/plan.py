@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 
 from harmony_lab.errors import PlanError
 from harmony_lab.machine import check_schema
+from harmony_lab.precision import Precision
 
 __all__ = ["Mode", "Pack", "Plan", "difference", "microbatches"]
 
 SCHEMA_VERSION = 1
-_PACKS = ("forward_packs", "backward_packs", "resident_packs", "kept_packs")
+_PACKS = ("forward_packs", "backward_packs", "resident_packs", "kept_packs", "device_updates")
 _COUNTS = ("minibatch_size", "forward_microbatch_size", "backward_microbatch_size", "prefetch")
 _SWITCHES = ("peer_transfers", "just_in_time_update", "mirrored")
 _INDICES = ("devices", "device_stash")
 _KEYS = {
-    *("minibatch", "forward", "backward", "devices", "prefetch", "peer", "update"),
-    *("mirrored", "resident", "kept", "stash"),
+    *("minibatch", "forward", "backward", "devices", "prefetch", "peer", "update", "precision"),
+    *("mirrored", "resident", "kept", "stash", "optimizer"),
 }
 
 
@@ -52,7 +53,7 @@ class Plan:
     ``prefetch``: how many packs ahead weights are fetched (0: nothing is; a pack's weights come once all that the pack
     before made has left, a microbatch's inputs once the one before has been computed).  ``peer_transfers``: between
     devices directly, else through the host.  ``just_in_time_update``: update a pack right after its backward, else all
-    at the end.
+    at the end.  ``precision``: what layers compute in and weights move as.
 
     Where memory is left, less need move or be computed twice:
 
@@ -62,6 +63,9 @@ class Plan:
     ``kept_packs``       of these, packs whose forward keeps what backward needs: nothing is computed twice
     ``device_stash``     boundaries where backward packs start whose values stay on the device until then, and are
                          handed from pack to pack on it; others go to the host and back
+    ``device_updates``   backward packs whose parameters the optimizer updates on the device that ran their backward,
+                         right after it: its state for them stays there from step to step, gradients do not leave,
+                         weights go back to the host updated
 
     Raises ``PlanError``, listing every violation.
     """
@@ -76,10 +80,12 @@ class Plan:
     prefetch: int = 1
     peer_transfers: bool = True
     just_in_time_update: bool = True
+    precision: Precision = Precision.FP32
     mirrored: bool = False
     resident_packs: tuple[Pack, ...] = ()
     kept_packs: tuple[Pack, ...] = ()
     device_stash: tuple[int, ...] = ()
+    device_updates: tuple[Pack, ...] = ()
     fingerprint: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +99,10 @@ class Plan:
             object.__setattr__(self, "mode", Mode(self.mode))
         else:
             yield f"mode must be dp or pp, got {self.mode!r}"
+        if self.precision in set(Precision):
+            object.__setattr__(self, "precision", Precision(self.precision))
+        else:
+            yield f"precision must be fp32 or bf16, got {self.precision!r}"
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 yield f"{name} must be True or False, got {getattr(self, name)!r}"
@@ -150,6 +160,15 @@ class Plan:
                 yield f"device_stash: no backward pack starts at boundary {boundary}"
             elif self.forward_devices(self._holder(boundary)) != self.backward_devices(starts[boundary]):
                 yield f"device_stash: boundary {boundary} is needed on another device for backward (see mirrored)"
+        for pack in self.device_updates:
+            if pack not in self.backward_packs:
+                yield f"device_updates: {pack} must be one of backward_packs"
+        if len(set(self.device_updates)) < len(self.device_updates):
+            yield f"device_updates: a pack is updated once, got {_joined(self.device_updates)}"
+        if self.device_updates and not self.just_in_time_update:
+            yield "device_updates need just_in_time_update: a device updates a pack right after its backward"
+        if self.device_updates and self.precision is not Precision.FP32:
+            yield f"device_updates need precision fp32: in {self.precision} the weights to update are on the host"
 
     def forward_devices(self, layer: int) -> tuple[int, ...]:
         """Where that layer's forward runs: every device in DP."""
@@ -217,7 +236,14 @@ class Plan:
     def __str__(self) -> str:
         """One line; ``Plan.parse`` reads it back."""
         extra = f" update={'jit' if self.just_in_time_update else 'end'}" + (" mirrored=on" if self.mirrored else "")
-        for key, values in (("resident", self.resident_packs), ("kept", self.kept_packs), ("stash", self.device_stash)):
+        extra += "" if self.precision is Precision.FP32 else f" precision={self.precision}"
+        staying = (
+            ("resident", self.resident_packs),
+            ("kept", self.kept_packs),
+            ("stash", self.device_stash),
+            ("optimizer", self.device_updates),
+        )
+        for key, values in staying:
             extra += f" {key}={_joined(values)}" if values else ""
         return (
             f"{self.mode} minibatch={self.minibatch_size} "
@@ -253,10 +279,12 @@ class Plan:
                 prefetch=_parse_count("prefetch", parts.get("prefetch", "1")),
                 peer_transfers=_parse_switch("peer", parts.get("peer", "on"), on="on", off="off"),
                 just_in_time_update=_parse_switch("update", parts.get("update", "jit"), on="jit", off="end"),
+                precision=_parse_precision(parts.get("precision", Precision.FP32)),
                 mirrored=_parse_switch("mirrored", parts.get("mirrored", "off"), on="on", off="off"),
                 resident_packs=_pairs(parts.get("resident", "")),
                 kept_packs=_pairs(parts.get("kept", "")),
                 device_stash=tuple(_parse_count("stash", b) for b in parts.get("stash", "").split(",") if b),
+                device_updates=_pairs(parts.get("optimizer", "")),
             )
         except PlanError:
             raise
@@ -278,6 +306,7 @@ class Plan:
             **values,
             **packs,
             "mode": str(self.mode),
+            "precision": str(self.precision),
             "devices": list(self.devices),
             "device_stash": list(self.device_stash),
         }
@@ -359,6 +388,12 @@ def _parse_count(name: str, text: str) -> int:
     if not text.isdecimal():
         raise ValueError(f"{name}= takes whole numbers, got {text!r}")
     return int(text)
+
+
+def _parse_precision(text: str) -> Precision:
+    if text not in set(Precision):
+        raise ValueError(f"precision= is fp32 or bf16, got {text!r}")
+    return Precision(text)
 
 
 def _parse_switch(name: str, text: str, *, on: str, off: str) -> bool:

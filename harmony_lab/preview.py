@@ -10,6 +10,7 @@ from harmony_lab.costs import Profile
 from harmony_lab.errors import PlanDoesNotFitError, PlanError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Pack, Plan
+from harmony_lab.planner.compose import updatable
 from harmony_lab.planner.lower import lower
 from harmony_lab.planner.pack import balanced_packs
 from harmony_lab.program import Program
@@ -63,6 +64,7 @@ def repacked(
     num_resident_packs: int | None = None,
     num_kept_packs: int | None = None,
     num_stashed: int | None = None,
+    num_device_updates: int | None = None,
     **knobs: Any,
 ) -> Plan:
     """``plan`` with so many packs, balanced in time, so many of what may stay on the devices, and other ``knobs``.
@@ -70,7 +72,8 @@ def repacked(
     Without a number packs stay as they are; forward packs that no longer end where the fused pack starts are balanced,
     as many as they were, or follow the backward packs where they were the same and something stays on the devices.
     Counts beyond one layer per pack are taken as one layer per pack.  What stays are the last of those that can, as
-    many as did.  Raises ``PlanError`` for knobs that break invariants.
+    many as did; of packs that devices update the first, whose update ends the iteration.  Raises ``PlanError`` for
+    knobs that break invariants.
     """
     bare = _bare(plan, knobs)
     backward = bare.backward_packs
@@ -85,7 +88,8 @@ def repacked(
             count = len(forward) if num_forward_packs is None else num_forward_packs
             forward = _packs(profile, fused, count, bare.forward_microbatch_size, forward=True)
     bare = bare.with_(forward_packs=forward, backward_packs=backward)
-    return _staying(bare, plan, num_resident_packs, num_kept_packs, num_stashed)
+    stays = _staying(bare, plan, num_resident_packs, num_kept_packs, num_stashed)
+    return stays.with_(device_updates=_updated(stays, plan, profile, num_device_updates))
 
 
 class Staying(NamedTuple):
@@ -122,7 +126,7 @@ def _bare(plan: Plan, changes: dict[str, Any]) -> Plan:
     """``plan`` with those changes and nothing that stays on the devices; in dp nothing is mirrored."""
     if plan.mirrored and Mode(changes.get("mode", plan.mode)) is Mode.DP:
         changes = {**changes, "mirrored": False}
-    return plan.with_(**{"resident_packs": (), "kept_packs": (), "device_stash": (), **changes})
+    return plan.with_(**{"resident_packs": (), "kept_packs": (), "device_stash": (), "device_updates": (), **changes})
 
 
 def _in_step(plan: Plan) -> bool:
@@ -144,6 +148,14 @@ def _staying(
     kept = _last(resident if possible.kept_packs else (), before.kept_packs, num_kept)
     stash = _last(possible.device_stash, before.device_stash, num_stashed)
     return bare.with_(resident_packs=resident, kept_packs=kept, device_stash=stash)
+
+
+def _updated(bare: Plan, before: Plan, profile: Profile, count: int | None) -> tuple[Pack, ...]:
+    """The packs that devices updated ``before``, or the first so many of those that they can."""
+    possible = updatable(bare, profile)
+    if count is None and set(before.device_updates) <= set(possible):
+        return before.device_updates
+    return possible[: len(before.device_updates) if count is None else count]
 
 
 def _last(possible: tuple[Any, ...], before: tuple[Any, ...], count: int | None) -> tuple[Any, ...]:
@@ -169,7 +181,8 @@ def recut(plan: Plan, *, forward_cuts: Iterable[int] | None = None, backward_cut
     """``plan`` with packs cut before those layers; without cuts, packs stay.
 
     Where the fused pack's start moves, forward packs keep the cuts before it and end there, or follow the backward
-    packs as in ``repacked``, which also tells what stays on the devices.  Raises ``PlanError`` for a
+    packs as in ``repacked``, which also tells what stays on the devices; packs that are still there are updated where
+    they were.  Raises ``PlanError`` for a
     cut that is not inside what is to be cut.
     """
     backward = plan.backward_packs
@@ -182,7 +195,8 @@ def recut(plan: Plan, *, forward_cuts: Iterable[int] | None = None, backward_cut
         forward = backward[:-1]
     else:
         forward = _between("forward", [cut for cut in cuts_of(plan.forward_packs) if cut < fused], fused)
-    return _staying(_bare(plan, {"forward_packs": forward, "backward_packs": backward}), plan)
+    stays = _staying(_bare(plan, {"forward_packs": forward, "backward_packs": backward}), plan)
+    return stays.with_(device_updates=tuple(pack for pack in plan.device_updates if pack in backward))
 
 
 def _between(way: str, cuts: Iterable[int], stop: int) -> tuple[Pack, ...]:

@@ -21,7 +21,7 @@ What each op does:
     from the host blocks in ``reads``, which may be cut along the batch in other places than the block written.
 ``SWAP_OUT``
     Device to host: the device blocks in ``reads`` to the host blocks in ``writes``, in the same order.  WEIGHT, BUFFER
-    and OPTIMIZER go to the host's store; devices that update the same layers have a store each.
+    and OPTIMIZER go to the host's store; devices that update the same layers have a store each, else there is one.
 ``SEND``
     Offers the device blocks in ``reads`` to a peer; takes no time by itself.
 ``RECV``
@@ -40,7 +40,7 @@ What each op does:
 ``UPDATE``
     The optimizer's step for parameters whose gradients are complete.  On the host it reads host GRADIENT blocks and
     changes the store.  On a device it reads GRADIENT blocks and changes the WEIGHT and OPTIMIZER blocks it reads; the
-    runtime knows the host's only.
+    runtime knows it where the OPTIMIZER blocks are resident and the WEIGHT blocks are swapped out after it.
 ``FREE``
     Releases blocks that several ops read last.
 """

@@ -1,12 +1,13 @@
 """Plans at work: simulate one, train with one.  Here planner, profiler and runtime meet."""
 
+import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
-from harmony_lab.forecast import Forecast, forecast
+from harmony_lab.forecast import Forecast, forecast, measured_state_bytes
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan, microbatches
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer", "simulate"]
 
+_log = logging.getLogger("harmony_lab")
+_SEVERAL = "an update from several minibatches needs the gradients of all of them"
+
 
 def simulate(plan: Plan | Program | str, profile: Profile, machine: Machine) -> Trace:
     """The predicted Trace of one iteration of a Plan, a plan's text or a Program.
@@ -39,8 +43,9 @@ class Trainer:
     """Trains ``layers`` with ``optimizer`` under ``plan``, one minibatch a step, in this process.
 
     The user's own parameters are trained, by the user's own optimizer; ``model.state_dict()`` is current after every
-    step.  Without ``profile`` the layers are profiled first, for the plan's microbatch sizes.  A minibatch of another
-    size than the plan's runs under the same schedule, made for its size.
+    step.  Layers compute in the plan's precision (see ``harmony_lab.precision``).  Without ``profile`` the layers are
+    profiled first, for the plan's microbatch sizes.  A minibatch of another size than the plan's runs under the same
+    schedule, made for its size.
 
     ``seed`` fixes random masks (see ``reproducible_randomness``), others in every step.  ``first_step``: how many
     steps were trained before, so that training that goes on draws the masks it would have drawn without the break.
@@ -51,6 +56,8 @@ class Trainer:
     needs all gradients before the first update, so updates come at the end of the iteration (``update=end``, taken
     whatever the plan says; ``notes`` tells).  What it costs: the host holds all gradients at once and reads them once
     more, and no update runs beside computing; ``predicted`` and ``forecast`` have it in, but for that reading.
+    Clipping, several minibatches and optimizers that keep parameters in attributes of their own (``only_on_host``) need
+    the host to update: the packs of ``device_updates`` are then updated there too; ``notes`` tells.
     ``stop_on_nan``: a loss that is not finite ends the step, before its first update.
 
     Raises ``HostMemoryError`` where the host's memory does not suffice (see ``forecast``), before anything is touched.
@@ -74,19 +81,31 @@ class Trainer:
         stop_on_nan: bool = False,
     ) -> None:
         from harmony_lab.profiler.measure import profile as measure
+        from harmony_lab.profiler.precision import in_precision
+        from harmony_lab.runtime.optimizer import only_on_host
         from harmony_lab.runtime.runner import Runner
 
         plan = Plan.of(plan)
         self.notes: tuple[str, ...] = ()
         if max_grad_norm is not None:
             plan = self._deferred(plan, max_grad_norm)
+        if plan.device_updates and accumulate > 1:
+            plan = self._updating_on_host(plan, _SEVERAL)
+        if plan.device_updates and (reason := only_on_host(optimizer)):
+            plan = self._updating_on_host(plan, reason)
+        layers = in_precision(layers, plan.precision, machine)
         self.layers, self.plan, self.machine = layers, plan, machine
         if profile is None:
             profile = measure(layers, machine, optimizer, microbatch_sizes=_sizes_to_measure(plan, layers))
+        if plan.device_updates and not profile.optimizer_state_bytes and measured_state_bytes(layers, optimizer):
+            raise HarmonyError(
+                "the plan updates packs on devices, where this optimizer's state needs room, but the profile was made "
+                "without an optimizer: profile with it, harmony_lab.profile(layers, machine, optimizer)"
+            )
         self.profile = profile
         self._optimizer, self._seed, self._max_grad_norm = optimizer, seed, max_grad_norm
         self._waiting = {"all_gradients": max_grad_norm is not None, "all_losses": stop_on_nan}
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[Plan, Program] = {}
         self._forecasts: dict[int, Forecast] = {}
         self._lowered(plan.minibatch_size)  # a plan that cannot run is refused before the parameters are touched
         self._require_memory(accumulate=accumulate)
@@ -101,6 +120,7 @@ class Trainer:
             max_grad_norm=max_grad_norm,
             stop_on_nan=stop_on_nan,
             evaluation=self._evaluation,
+            lower_for_several=self._lowered_for_several,
         )
 
     def step(self, batch: Any) -> float:
@@ -124,6 +144,8 @@ class Trainer:
         batches = list(batches)
         if not batches:
             raise HarmonyError("accumulate needs at least one minibatch, got an empty sequence")
+        if self.plan.device_updates and len(batches) > 1:
+            self._updating_on_host(self.plan, _SEVERAL)
         self._require_memory(accumulate=len(batches))
         return self._runner.accumulate(batches)
 
@@ -142,7 +164,8 @@ class Trainer:
         """Train a step on each batch beside plain PyTorch, on copies of model and optimizer, and compare.
 
         See ``verification.verify``.  ``tolerance``: the largest relative difference that passes, by default 1e-4, or
-        0.05 for parameters of 16 bits.  Raises ``HostMemoryError`` where the copies have no room.
+        0.05 for parameters of 16 bits; for a plan in bf16 0.01 in losses and buffers and 0.2 in gradients.  Raises
+        ``HostMemoryError`` where the copies have no room.
         """
         from harmony_lab.verification import Subject, verify
 
@@ -165,7 +188,9 @@ class Trainer:
 
     def forecast(self, *, accumulate: int = 1) -> Forecast:
         """What training takes of the devices' and the host's memory.  ``accumulate``: minibatches per update."""
-        return forecast(self.predicted, self.layers, self._optimizer, self.profile, self.machine, accumulate=accumulate)
+        program = (self._lowered_for_several if accumulate > 1 else self._lowered)(self.plan.minibatch_size)
+        predicted = run(program, self.profile, self.machine)
+        return forecast(predicted, self.layers, self._optimizer, self.profile, self.machine, accumulate=accumulate)
 
     @property
     def step_count(self) -> int:
@@ -211,9 +236,17 @@ class Trainer:
         if plan.just_in_time_update:
             self.notes += (
                 "gradients are clipped by their norm, which is known when all of them are: updates come at the end of "
-                "each iteration (update=end) instead of just in time",
+                "each iteration (update=end), on the host, instead of just in time",
             )
-        return plan.with_(just_in_time_update=False)
+        return plan.with_(just_in_time_update=False, device_updates=())
+
+    def _updating_on_host(self, plan: Plan, reason: str) -> Plan:
+        """The plan without updates on devices, which is told once."""
+        note = f"{reason}: packs that the plan updates on devices are updated on the host"
+        if note not in self.notes:
+            self.notes += (note,)
+            _log.warning(note)
+        return plan.with_(device_updates=())
 
     def _require_memory(self, *, accumulate: int) -> None:
         several = min(accumulate, 2)  # gradients are added up in the same place however many there are
@@ -223,15 +256,22 @@ class Trainer:
             self._forecasts[several] = expected
 
     def _lowered(self, minibatch_size: int) -> Program:
+        return self._program_of(self._plan_for(minibatch_size))
+
+    def _lowered_for_several(self, minibatch_size: int) -> Program:
+        """Where a minibatch makes one update with others."""
+        return self._program_of(self._plan_for(minibatch_size).with_(device_updates=()))
+
+    def _program_of(self, plan: Plan) -> Program:
         from harmony_lab.runtime.buffers import check_buffers
         from harmony_lab.runtime.ordering import updating_after
 
-        program = self._programs.get(minibatch_size)
+        program = self._programs.get(plan)
         if program is None:
-            program = updating_after(lower(self._plan_for(minibatch_size), self.profile, self.machine), **self._waiting)
+            program = updating_after(lower(plan, self.profile, self.machine), **self._waiting)
             check(program)
             check_buffers(program, self.layers)
-            self._programs[minibatch_size] = program
+            self._programs[plan] = program
         return program
 
     def _plan_for(self, minibatch_size: int) -> Plan:
@@ -242,9 +282,10 @@ class Trainer:
         from harmony_lab.planner.lower import lower_forward
         from harmony_lab.profiler.evaluation import evaluation_layers, evaluation_plan
         from harmony_lab.profiler.measure import profile as measure
+        from harmony_lab.profiler.precision import in_precision
         from harmony_lab.runtime.runner import Evaluation
 
-        layers = evaluation_layers(self.layers)
+        layers = in_precision(evaluation_layers(self.layers), self.plan.precision, self.machine)
         plan = evaluation_plan(self.plan, self.layers, layers)
         costs = measure(layers, self.machine, microbatch_sizes=_sizes_to_measure(plan, layers))
 

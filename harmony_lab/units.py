@@ -75,8 +75,15 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_spread(share: float | None) -> str:
-    """``"3 %"``, ``"0.4 %"``: how far repeated measurements were apart; nothing where there was one only."""
-    return "" if share is None else f"{100 * share:.0f} %" if share >= 0.00995 else f"{100 * share:.1f} %"
+    """``"3 %"``, ``"0.4 %"``: how far repeated measurements were apart; nothing where there was one only.
+
+    ``"over 100 %"`` where that is all that is worth knowing: one of them was disturbed.
+    """
+    if share is None:
+        return ""
+    if share > 1:
+        return "over 100 %"
+    return f"{100 * share:.0f} %" if share >= 0.00995 else f"{100 * share:.1f} %"
 
 
 def format_count(count: float) -> str:

@@ -12,6 +12,7 @@ from harmony_lab.layers import TensorSpec
 from harmony_lab.machine import Backend, Device, Host, Link, Machine
 from harmony_lab.plan import Plan
 from harmony_lab.planner.check import peak_bytes
+from harmony_lab.planner.compose import updatable
 from harmony_lab.planner.lower import lower
 from harmony_lab.program import Program
 
@@ -34,6 +35,8 @@ def setting(seed: int, **machine: object) -> Setting:
     profile = random_profile(rng, rng.randint(3, 9))
     plan = toys.random_plan(rng, len(profile), NUM_DEVICES)
     on = random_machine(rng, **machine)
+    share = rng.choice((0.0, 0.0, 0.5, 1.0))
+    plan = plan.with_(device_updates=[pack for pack in updatable(plan, profile, on) if rng.random() < share])
     program = lower(plan, profile, on)
     if rng.random() < 0.5:
         needed = peak_bytes(program)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from harmony_lab.machine import HOST
-from harmony_lab.program import OpKind, Program, TensorKind
+from harmony_lab.program import Block, OpKind, Program, TensorKind
 
 Finding = tuple[str, *tuple[int, ...]]
 
@@ -31,6 +31,7 @@ def lost_orders(program: Program) -> set[Finding]:
         *_of_blocks(program, before),
         *_of_gradients(program, before),
         *_of_updates(program, before),
+        *_of_stores(program, before),
         *_of_transfers(program, before),
     }
 
@@ -39,7 +40,8 @@ def _of_blocks(program: Program, before: list[set[int]]) -> Iterator[Finding]:
     writer = {block: number for number, op in enumerate(program.ops) for block in op.writes}
     freer = {block: number for number, op in enumerate(program.ops) for block in op.frees}
     for number, op in enumerate(program.ops):
-        yield from (("read", number, block, writer[block]) for block in op.reads if writer[block] not in before[number])
+        written = [block for block in op.reads if block not in program.resident]
+        yield from (("read", number, block, writer[block]) for block in written if writer[block] not in before[number])
         for block in (*op.writes, *op.reads):
             end = freer.get(block, number)
             if end != number and number not in before[end]:
@@ -67,7 +69,7 @@ def _of_gradients(program: Program, before: list[set[int]]) -> Iterator[Finding]
 
 def _of_updates(program: Program, before: list[set[int]]) -> Iterator[Finding]:
     for update, op in enumerate(program.ops):
-        if op.kind is OpKind.UPDATE:
+        if op.kind is OpKind.UPDATE and op.device == HOST:
             for reader, other in enumerate(program.ops):
                 brings = other.kind is OpKind.SWAP_IN and any(
                     program.blocks[block].kind is TensorKind.WEIGHT for block in other.writes
@@ -77,11 +79,40 @@ def _of_updates(program: Program, before: list[set[int]]) -> Iterator[Finding]:
                     yield "update", update, reader
 
 
+def _of_stores(program: Program, before: list[set[int]]) -> Iterator[Finding]:
+    """Weights that devices update: they go to the host after that, and come from there before or after."""
+    updates = [(number, op) for number, op in enumerate(program.ops) if op.kind is OpKind.UPDATE and op.device != HOST]
+    leaving = [number for number, op in enumerate(program.ops) if op.kind is OpKind.SWAP_OUT]
+    coming = [number for number, op in enumerate(program.ops) if op.kind is OpKind.SWAP_IN]
+    for update, op in updates:
+        for out in leaving:
+            for block in {*op.reads} & {*program.ops[out].reads}:
+                if update not in before[out]:
+                    yield "lost", update, block
+    for out, reader in product(leaving, coming):
+        pairs = product(_weights(program, program.ops[out].reads), _weights(program, program.ops[reader].writes))
+        if out not in before[reader] and reader not in before[out]:
+            for one, other in pairs:
+                owns = any(op.device == other.device and _overlap(op.layers, other.layers) for _, op in updates)
+                if _overlap(one.layers, other.layers) and (one.device == other.device or not owns):
+                    yield "store", out, reader
+
+
+def _weights(program: Program, blocks: tuple[int, ...]) -> list[Block]:
+    return [program.blocks[block] for block in blocks if program.blocks[block].kind is TensorKind.WEIGHT]
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
 def most_bytes(program: Program) -> tuple[int, ...]:
     """Per device, the most that may be alive when an op that allocates there starts, see ``program``."""
     before = ended_before(program)
-    most = [0] * program.num_devices
     allocated = [0] * program.num_devices
+    for block in program.resident:
+        allocated[program.blocks[block].device] += program.blocks[block].num_bytes
+    most = list(allocated)
     for number, op in enumerate(program.ops):
         wrote = set()
         for block in op.writes:

@@ -21,6 +21,7 @@ from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan, microbatches
 from harmony_lab.planner.check import peak_bytes
+from harmony_lab.planner.compose import updatable
 from harmony_lab.planner.lower import lower
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.measure import profile
@@ -278,6 +279,8 @@ def test_random_plans_under_chaos_equal_plain_pytorch(
     for seed in range(10 * count):
         rng = random.Random(seed)
         plan = toys.random_plan(rng, len(case.layers), max_size=13, equal_sizes=bool(case.layers.couples_samples))
+        share = rng.choice((0.0, 0.5, 1.0))
+        plan = plan.with_(device_updates=[pack for pack in updatable(plan, case.costs) if rng.random() < share])
         memory = rng.choice(("64MiB", f"{rng.randint(*tight_kib)}KiB"))
         if case.layers.couples_samples and min(_microbatch_sizes(plan)) < 2:
             continue  # no statistics of one sample

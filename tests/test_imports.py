@@ -43,5 +43,8 @@ def test_every_public_name_resolves() -> None:
         assert getattr(harmony_lab, name) is not None, name
 
 
-def test_every_public_name_is_listed() -> None:
-    assert set(harmony_lab.__all__) <= set(dir(harmony_lab))
+def test_public_names_are_listed_and_no_others() -> None:
+    listed = {name for name in dir(harmony_lab) if not name.startswith("_")}
+    assert listed == {*harmony_lab.__all__, "figures"}
+    assert loaded_by("import harmony_lab as hl; dir(hl)") == set()
+    assert harmony_lab.figures.timeline_figure is not None

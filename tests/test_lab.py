@@ -85,6 +85,16 @@ def test_prepare_profiles_searches_and_chooses_the_best_plan(lab: Lab) -> None:
     assert lab.progress is None
 
 
+def test_a_lab_cuts_and_combines_losses_as_decompose_is_told_to() -> None:
+    batch = torch.randn(MINIBATCH, 8), torch.randn(MINIBATCH, 5)
+    given = {"minibatch_size": MINIBATCH, "machine": Machine.emulated(1), "loss_fn": lambda out, y: (out - y).std()}
+    with pytest.raises(HarmonyError, match='loss_reduction="mean"'):
+        Lab(small_model(), batch, **given)
+    with Lab(small_model(), batch, **given, cut=["2", "4"], loss_reduction="mean") as lab:
+        assert lab.layers.loss_reduction == "mean"
+        assert [layer.name for layer in lab.layers.layers][1:] == ["2", "4"]
+
+
 def test_prepare_does_nothing_twice(lab: Lab) -> None:
     lab.prepare()
     profile, result = lab.profile, lab.result

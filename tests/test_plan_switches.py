@@ -21,6 +21,8 @@ MIRRORED = ROUND.with_(mirrored=True)
 def test_any_plan_reads_back_from_its_text_and_json(seed: int) -> None:
     rng = random.Random(seed)
     plan = toys.random_plan(rng, rng.randint(2, 10))
+    if plan.just_in_time_update:
+        plan = plan.with_(device_updates=[pack for pack in plan.backward_packs if rng.random() < 0.3])
     assert Plan.parse(str(plan)) == plan
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
@@ -43,6 +45,10 @@ def test_any_plan_reads_back_from_its_text_and_json(seed: int) -> None:
         (MIRRORED, {"device_stash": (0,)}, "device_stash: no backward pack starts at boundary 0"),
         (ROUND, {"device_stash": (2,)}, r"device_stash: boundary 2 is needed on another device .* \(see mirrored\)"),
         (MIRRORED, {"device_stash": (6,)}, "device_stash: boundary 6 is needed on another device"),
+        (ROUND, {"device_updates": ((0, 4),)}, "device_updates: 0:4 must be one of backward_packs"),
+        (ROUND, {"device_updates": ((0, 2), (0, 2))}, "device_updates: a pack is updated once, got 0:2,0:2"),
+        (ROUND, {"device_updates": ((0, 2),), "just_in_time_update": False}, "need just_in_time_update"),
+        (ROUND, {"device_updates": ((0, 2),), "precision": "bf16"}, "device_updates need precision fp32"),
     ],
 )
 def test_what_cannot_stay_is_named(plan: Plan, changes: dict[str, object], message: str) -> None:

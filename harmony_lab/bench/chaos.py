@@ -16,6 +16,7 @@ from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Pack, Plan
 from harmony_lab.planner.check import check, peak_bytes
+from harmony_lab.planner.compose import updatable
 from harmony_lab.planner.lower import lower
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.measure import profile
@@ -64,15 +65,25 @@ def run_plan(seed: int) -> str | None:
         with Runner(layers, optimizer, setting.machine, lambda _: setting.program, chaos_seed=seed) as runner:
             for batch in batches:
                 runner.step(batch)
-            left = runner.device_bytes
+            held = runner.device_bytes
+        left = runner.device_bytes
         apart = max((a - b).abs().max().item() for a, b in zip(model.parameters(), expected, strict=True))
         if not apart <= _TOLERANCE:
             return f"{setting.plan}: parameters differ by {apart}"
+        if held != _state_bytes(setting.program):
+            return f"{setting.plan}: {held} bytes are held on the devices between steps"
         return f"{setting.plan}: {left} bytes are left on the devices" if any(left) else None
     except HarmonyError as error:
         return f"{setting.plan}: {error}"
     finally:
         model.load_state_dict(start)
+
+
+def _state_bytes(program: Program) -> tuple[int, ...]:
+    """Per device, what stays there from step to step."""
+    stays = [program.blocks[index] for index in program.resident]
+    devices = range(program.num_devices)
+    return tuple(sum(block.num_bytes for block in stays if block.device == device) for device in devices)
 
 
 @cache
@@ -109,6 +120,8 @@ def _setting(rng: random.Random, num_layers: int, costs: Profile) -> _Setting:
     """A plan, and devices that have just the memory it needs."""
     plan = _plan(rng, num_layers)
     machine = Machine.emulated(3, memory="64MiB", link=1e12, peer_transfers=rng.random() < 0.8)
+    share = rng.choice((0.0, 0.5, 1.0))
+    plan = plan.with_(device_updates=[pack for pack in updatable(plan, costs, machine) if rng.random() < share])
     needed = peak_bytes(lower(plan, costs, machine))
     tight = (replace(d, memory_bytes=max(1, size)) for d, size in zip(machine.devices, needed, strict=True))
     machine = replace(machine, devices=tuple(tight))

@@ -25,6 +25,7 @@ from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Backend, Machine
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.search import search
+from harmony_lab.precision import Precision
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.links import LinkProbe, probe_links
 from harmony_lab.profiler.measure import profile
@@ -62,7 +63,8 @@ def bench_gpu(*, progress: Progress = lambda text: None) -> dict[str, Any]:
         found["links"] = [{name: getattr(rate, name) for name in rate.__dataclass_fields__} for rate in probed.rates]
     _part(found, "equality", progress, lambda: _equality(machine))
     shape = _ON_GPU if on_gpu else _EMULATED
-    _part(found, "training", progress, lambda: _training(shape, machine))
+    _part(found, "training", progress, lambda: _training(shape, machine, Precision.FP32))
+    _part(found, "training_bf16", progress, lambda: _training(shape, machine, Precision.BF16))
     for name, make in (("save_on_cpu_step_s", _save_on_cpu), ("fsdp_cpu_offload_step_s", _fsdp)):
         _part(found, name, progress, lambda make=make: make(shape, _place(machine)))  # type: ignore[misc]
     training = found["training"]
@@ -132,13 +134,15 @@ def _equality(machine: Machine) -> dict[str, float]:
 # -- a model larger than its device -----------------------------------------------------------------------------------
 
 
-def _training(shape: Shape, machine: Machine) -> dict[str, Any]:
+def _training(shape: Shape, machine: Machine, precision: Precision) -> dict[str, Any]:
+    """The same device memory in any precision: that of fp32's state."""
     torch.manual_seed(0)
     model, batch = Decoder(shape), decoder_batch(shape, 16)
     layers = decompose(model, batch)
     budget = _BYTES_OF_STATE * layers.parameter_bytes // _STATE_TO_BUDGET
     machine = machine.with_(memory=min(budget, machine.devices[0].memory_bytes))
-    costs = profile(layers, machine, _adamw(model), microbatch_sizes=(1, 2, 4, 8), cache=False)
+    sizes = (1, 2, 4, 8)
+    costs = profile(layers, machine, _adamw(model), precision=precision, microbatch_sizes=sizes, cache=False)
     result = search(costs, machine, 16)
     found = _measured(layers, model, batch, machine, costs, result.best)
     return {

@@ -6,7 +6,7 @@ import numpy as np
 
 from harmony_lab.compiled import Floats, Ints, compiled
 from harmony_lab.machine import HOST, Backend, Direction, Machine
-from harmony_lab.plan import Mode, Plan, microbatches
+from harmony_lab.plan import Mode, Pack, Plan, microbatches
 from harmony_lab.planner.compose import stages
 from harmony_lab.planner.pack import PackCosts
 
@@ -25,13 +25,16 @@ def candidate_bound(plan: Plan, costs: PackCosts, machine: Machine) -> float:
             for first, last in microbatches(*share, stage.microbatch_size):
                 computing[device] += stage.seconds(costs, last - first)
     per_reduction = plan.num_devices if plan.mode is Mode.DP and not plan.peer_transfers else 1
-    gradients = per_reduction * costs.gradient_bytes(0, plan.num_layers)
+    on_devices = plan.device_updates
+    swapped_out = per_reduction * (
+        costs.gradient_bytes(0, plan.num_layers) - sum(costs.gradient_bytes(*pack) for pack in on_devices)
+    ) + sum(costs.weight_bytes(*pack) for pack in on_devices if costs.gradient_bytes(*pack))
     return max(
         max(computing.values()),
         _cores_bound(sum(computing.values()), machine),
         _down_bound(swapped_in, machine),
-        gradients / _rate_up(machine),
-        _update_seconds(costs),
+        swapped_out / _rate_up(machine),
+        _update_seconds(costs, on_devices),
     )
 
 
@@ -43,12 +46,15 @@ def problem_bound(
     modes: Collection[Mode] = tuple(Mode),
     overlapping: bool = True,
     peers_only: bool = True,
+    device_updates: bool = True,
 ) -> float:
-    """No plan of these modes on all devices that updates on the host is faster.
+    """No plan of these modes on all devices is faster.
 
     Per layer the best time per sample over all measured sizes, forward once and backward once, spread evenly over the
-    devices; every weight in once; every gradient out once.  ``overlapping`` False: plans with ``prefetch=0`` whose
-    packs all come and go, see ``_serial_bound``; ``peers_only``: with peer transfers where the machine has them.
+    devices; every weight in once; every gradient out once, or the weights that a device has updated, which are no less.
+    ``overlapping`` False: plans with ``prefetch=0`` whose packs all come and go, see ``_serial_bound``; ``peers_only``:
+    with peer transfers where the machine has them; ``device_updates``: devices may update what of the optimizer's state
+    they have room for, else the host updates all.
     """
     profile = costs.profile
     total = 0.0
@@ -70,7 +76,7 @@ def problem_bound(
         _cores_bound(total, machine),
         costs.weight_bytes(0, count) / _rate_down(machine),
         costs.gradient_bytes(0, count) / _rate_up(machine),
-        _update_seconds(costs),
+        _least_host_update_s(costs, machine) if device_updates else _update_seconds(costs),
     )
     if not overlapping and modes and not profile.first_trainable_layer:
         bound = max(bound, min(_serial_bound(costs, machine, minibatch_size, mode, peers_only) for mode in modes))
@@ -144,8 +150,22 @@ def _alone(machine: Machine, source: int, destination: int) -> float:
     return min(machine.capacities[hop] for hop in machine.route(source, destination))
 
 
-def _update_seconds(costs: PackCosts) -> float:
-    return sum(layer.update_s for layer in costs.profile.layers)
+def _update_seconds(costs: PackCosts, on_devices: Collection[Pack] = ()) -> float:
+    """On the host."""
+    elsewhere = {layer for pack in on_devices for layer in range(*pack)}
+    return sum(layer.update_s for number, layer in enumerate(costs.profile.layers) if number not in elsewhere)
+
+
+def _least_host_update_s(costs: PackCosts, machine: Machine) -> float:
+    """Where all devices' memory is full of optimizer state, that of the layers which save the host most per byte."""
+    layers, left = costs.profile.layers, sum(machine.budgets)
+    seconds = sum(layer.update_s for layer in layers if layer.optimizer_state_bytes)
+    for layer in sorted(layers, key=lambda layer: -layer.update_s / max(1, layer.optimizer_state_bytes)):
+        if layer.optimizer_state_bytes:
+            share = min(1.0, left / layer.optimizer_state_bytes)
+            seconds -= share * layer.update_s
+            left -= round(share * layer.optimizer_state_bytes)
+    return max(0.0, seconds)
 
 
 def _cores_bound(compute_s: float, machine: Machine) -> float:

@@ -281,6 +281,7 @@ class Candidates:
             devices=tuple(range(self.machine.num_devices)),
             prefetch=self.prefetch,
             peer_transfers=self.peers,
+            precision=self.costs.profile.precision,
             fingerprint=self.costs.profile.fingerprint,
         )
 

@@ -25,6 +25,7 @@ from harmony_lab.planner.chain_tables import (
     NEXT_TASK,
     NUM_COLUMNS,
     ON_DEVICE,
+    OPTIMIZER_BYTES,
     PRODUCER,
     RECOMPUTE_WORKSPACE,
     SAVED_BYTES,
@@ -39,7 +40,9 @@ from harmony_lab.planner.chain_tables import (
     UNIT_LAST,
     UNIT_SIZE,
     UNIT_TASK,
+    UPDATE_WORKSPACE,
     UPDATES_BUFFERS,
+    UPDATES_HERE,
     USERS_END,
     VALUE_BYTES,
     VALUE_GRADIENT_BYTES,
@@ -156,6 +159,7 @@ def _by_stage(plan: Plan, profile: Profile, run: Sequence[Stage], costs: PackCos
         users_end.append(len(users))
     twins, kept = _twins(plan, run)
     forward = [stage.fused or not stage.backward for stage in run]
+    here = [stage.backward and stage.pack in plan.device_updates and stage.trains(costs) for stage in run]
     columns: dict[int, npt.ArrayLike] = {
         STAGE_START: [stage.pack.start for stage in run],
         STAGE_STOP: [stage.pack.stop for stage in run],
@@ -173,6 +177,9 @@ def _by_stage(plan: Plan, profile: Profile, run: Sequence[Stage], costs: PackCos
         TWIN: twins,
         IS_KEPT: kept,
         USERS_END: users_end,
+        UPDATES_HERE: here,
+        OPTIMIZER_BYTES: [costs.optimizer_bytes(*stage.pack) for stage in run],
+        UPDATE_WORKSPACE: [costs.update_workspace(*stage.pack) for stage in run],
     }
     return _table("stages", columns), np.array(keeps, dtype=np.int64), np.array(users, dtype=np.int64)
 

@@ -44,6 +44,7 @@ __all__ = [
     "NUM_SIZES",
     "OFFERED",
     "ON_DEVICE",
+    "OPTIMIZER_BYTES",
     "OUT",
     "OUT_BEFORE",
     "PEERS",
@@ -58,6 +59,7 @@ __all__ = [
     "STAGE_STOP",
     "STATE_BUFFER",
     "STATE_GRADIENT",
+    "STATE_OPTIMIZER",
     "STATE_WEIGHT",
     "TASK_DEVICE",
     "TASK_END",
@@ -69,6 +71,8 @@ __all__ = [
     "UNIT_SIZE",
     "UNIT_TASK",
     "UPDATES_BUFFERS",
+    "UPDATES_HERE",
+    "UPDATE_WORKSPACE",
     "USERS_END",
     "VALUE_BYTES",
     "VALUE_GRADIENT_BYTES",
@@ -76,11 +80,13 @@ __all__ = [
     "WEIGHT_BYTES",
     "Chain",
     "begins",
+    "computed",
     "first_task",
     "first_unit",
     "is_first",
     "is_last",
     "reset",
+    "root_task",
     "same_samples",
     "task_on",
 ]
@@ -88,7 +94,8 @@ __all__ = [
 # columns of Chain's tables
 NUM_SIZES, MOST_UNITS, PREFETCH, PEERS, JUST_IN_TIME, NUM_ON_HOST = 0, 1, 2, 3, 4, 5  # of options
 STAGE_START, STAGE_STOP, IS_BACKWARD, IS_FUSED, WEIGHT_BYTES, BUFFER_BYTES, GRADIENT_BYTES = 0, 1, 2, 3, 4, 5, 6
-UPDATES_BUFFERS, TASK_END, KEEPS_END, TWIN, IS_KEPT, USERS_END, NUM_COMPLETE, HOST_ORDER = 7, 8, 9, 10, 11, 12, 13, 14
+UPDATES_BUFFERS, TASK_END, KEEPS_END, TWIN, IS_KEPT, USERS_END = 7, 8, 9, 10, 11, 12
+UPDATES_HERE, OPTIMIZER_BYTES, UPDATE_WORKSPACE, NUM_COMPLETE, HOST_ORDER, STATE_OPTIMIZER = 13, 14, 15, 16, 17, 18
 TASK_STAGE, TASK_DEVICE, UNIT_END, NEXT_TASK, NO_PREFETCH = 0, 1, 2, 3, 4  # of tasks
 FETCHED, STATE_WEIGHT, STATE_BUFFER, STATE_GRADIENT, LAST_BACKWARD = 5, 6, 7, 8, 9
 UNIT_TASK, UNIT_FIRST, UNIT_LAST, UNIT_SIZE = 0, 1, 2, 3  # of units
@@ -105,7 +112,7 @@ COMPUTED, COMPUTED_BEFORE, OUT, OUT_BEFORE, GRADIENT_OUT, GRADIENT_OUT_BEFORE = 
     5,
 )  # of devices: newest ops
 REDUCED, CURRENT, BUFFERS_OUT = 6, 7, 8
-NUM_COLUMNS = {"stages": 15, "tasks": 10, "units": 11, "cells": 5, "values": 2, "boundaries": 4, "devices": 9}
+NUM_COLUMNS = {"stages": 19, "tasks": 10, "units": 11, "cells": 5, "values": 2, "boundaries": 4, "devices": 9}
 
 
 class Chain(NamedTuple):
@@ -116,7 +123,8 @@ class Chain(NamedTuple):
 
     Of stages: ``KEEPS_END`` and ``USERS_END`` cut ``keeps`` (boundaries whose values a forward stage keeps) and
     ``users`` (stages whose update needs a stage's gradients).  ``TWIN``: of a backward stage, the forward stage of the
-    same pack whose weights stay, and the other way round.  ``IS_KEPT``: its forward keeps what backward needs.  Of
+    same pack whose weights stay, and the other way round.  ``IS_KEPT``: its forward keeps what backward needs.
+    ``UPDATES_HERE``: of a backward stage, a device updates its weights, with an optimizer's state that stays there.  Of
     boundaries: whether the host (``IS_STASHED``) or the device (``ON_DEVICE``) keeps its values for backward, the
     forward stage that computes them, the backward stage that starts there.
     """
@@ -154,8 +162,23 @@ def begins(table: Ints, row: Int, column: Int) -> Int:
 
 
 @compiled
+def computed(k: Chain, device: Int, op: Int) -> None:
+    """That op is the device's newest computing."""
+    k.devices[device, COMPUTED_BEFORE] = k.devices[device, COMPUTED]
+    k.devices[device, COMPUTED] = op
+
+
+@compiled
 def first_task(k: Chain, stage: Int) -> Int:
     return begins(k.stages, stage, TASK_END)
+
+
+@compiled
+def root_task(k: Chain, stage: Int) -> Int:
+    """The task that brings out what all the stage's devices have found: stages take turns, so that every device's link
+    carries some."""
+    begin = first_task(k, stage)
+    return begin + stage % (k.stages[stage, TASK_END] - begin)
 
 
 @compiled

@@ -8,8 +8,9 @@ from harmony_lab.errors import PlanError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Pack, Plan, microbatches
 from harmony_lab.planner.pack import PackCosts
+from harmony_lab.precision import Precision
 
-__all__ = ["Stage", "forward_stages", "stages", "validate"]
+__all__ = ["Stage", "forward_stages", "stages", "updatable", "validate"]
 
 
 class Stage(NamedTuple):
@@ -25,6 +26,10 @@ class Stage(NamedTuple):
     microbatch_size: int
     devices: tuple[int, ...]
     shares: tuple[tuple[int, int], ...]
+
+    def trains(self, costs: PackCosts) -> bool:
+        """Whether there is anything to update."""
+        return costs.gradient_bytes(*self.pack) > 0
 
     def seconds(self, costs: PackCosts, size: int) -> float:
         """Computing for one microbatch."""
@@ -48,6 +53,11 @@ def _violations(plan: Plan, profile: Profile, machine: Machine) -> Iterable[str]
         return
     if plan.fingerprint and profile.fingerprint and plan.fingerprint != profile.fingerprint:
         yield f"the plan was made for another model (fingerprint {plan.fingerprint}, this one is {profile.fingerprint})"
+    if plan.precision is not profile.precision:
+        yield (
+            f"the plan computes in {plan.precision}, the profile is of {profile.precision}: profile (or estimate) with "
+            f"precision={str(plan.precision)!r}, or change the plan with precision={str(profile.precision)!r}"
+        )
     if max(plan.devices) >= machine.num_devices:
         yield f"the plan uses device {max(plan.devices)}, the machine has devices 0 to {machine.num_devices - 1}"
     largest = {
@@ -68,6 +78,10 @@ def _violations(plan: Plan, profile: Profile, machine: Machine) -> Iterable[str]
         )
     if profile.first_trainable_layer == len(profile):
         yield "the model has no trainable parameter"
+    for pack in plan.device_updates:
+        reason = _not_updatable(pack, plan, profile, machine)
+        if reason:
+            yield f"device_updates: {pack} {reason}"
     if plan.mode is Mode.DP and plan.num_devices > 1 and profile.serial_buffers:
         names = ", ".join(profile.serial_buffers[:3])
         yield f"dp cannot merge buffers that depend on the order of microbatches ({names}); use pp"
@@ -78,6 +92,32 @@ def _violations(plan: Plan, profile: Profile, machine: Machine) -> Iterable[str]
         for boundary in sorted({pack.start for pack in plan.backward_packs} - {0}):
             if not profile.splits_at(boundary):
                 yield f"microbatch sizes must be equal: a value at boundary {boundary} has no batch dimension"
+
+
+def updatable(plan: Plan, profile: Profile, machine: Machine | None = None) -> tuple[Pack, ...]:
+    """Backward packs that devices could update (``Plan.device_updates``), whether or not there is room; on a
+    ``machine``, or on any."""
+    if not plan.just_in_time_update or plan.precision is not Precision.FP32:
+        return ()
+    return tuple(
+        pack
+        for pack in plan.backward_packs
+        if profile.gradient_bytes(*pack) and not _not_updatable(pack, plan, profile, machine)
+    )
+
+
+def _not_updatable(pack: Pack, plan: Plan, profile: Profile, machine: Machine | None) -> str:
+    """Why no device can update that pack, as its gradients are complete on the host only; empty where one can."""
+    peers = plan.peer_transfers and (machine is None or machine.peer_transfers)
+    if plan.mode is Mode.DP and plan.num_devices > 1 and not peers:
+        return "cannot be updated on a device in dp without peer transfers: its gradients meet on the host"
+    inside = range(*pack)
+    for shared in profile.shared:
+        elsewhere = [layer for layer in shared.layers if layer not in inside]
+        if shared.gradient_bytes and elsewhere and len(elsewhere) < len(shared.layers):
+            whose = ", ".join(map(str, elsewhere[:3]))
+            return f"shares the parameter {shared.name} with layer {whose}, so its gradients meet on the host"
+    return ""
 
 
 def _microbatch_sizes(plan: Plan) -> set[int]:

@@ -11,9 +11,10 @@ import numpy as np
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError, PlanError
 from harmony_lab.machine import HOST, Direction, Machine
-from harmony_lab.plan import Pack, Plan
+from harmony_lab.plan import Mode, Pack, Plan
 from harmony_lab.planner.baselines import baselines
 from harmony_lab.planner.check import peak_bytes
+from harmony_lab.planner.compose import updatable
 from harmony_lab.planner.lower import lower
 from harmony_lab.planner.pack import PackCosts
 from harmony_lab.planner.staying import mirror, staying
@@ -30,7 +31,10 @@ __all__ = ["Ablation", "AblationRow", "Advice", "ablation", "advice", "what_bind
 _WORTH_TELLING = 0.02  # of the time
 _WIDTH = 80
 _STREAMED = "zero-infinity order"
-_NOTHING_STAYS: dict[str, Any] = {"mirrored": False, "resident_packs": (), "kept_packs": (), "device_stash": ()}
+_NOTHING_STAYS: dict[str, Any] = {
+    **{"mirrored": False, "resident_packs": (), "kept_packs": ()},
+    **{"device_stash": (), "device_updates": ()},
+}
 
 
 # -- what binds -------------------------------------------------------------------------------------------------------
@@ -113,12 +117,9 @@ def advice(plan: Plan, profile: Profile, machine: Machine) -> tuple[Advice, ...]
         if step_s is not None:  # a larger minibatch may leave a rest that was not profiled, or more to keep than fits
             found.append(Advice(change, step_s, 1 - step_s / changed_plan.minibatch_size / before_s))
     larger = replace(machine, devices=tuple(replace(d, memory_bytes=2 * d.memory_bytes) for d in machine.devices))
-    more = [
-        step_s
-        for _, step_s in staying(
-            mirror(plan.with_(**_NOTHING_STAYS)), lambda tried: _seconds(tried, profile, larger, costs)
-        )
-    ]
+    bare = mirror(plan.with_(**_NOTHING_STAYS))
+    updated = updatable(bare, profile, larger)
+    more = [step_s for _, step_s in staying(bare, lambda tried: _seconds(tried, profile, larger, costs), updated)]
     if more:
         found.append(Advice("devices with twice the memory", more[-1], 1 - more[-1] / plan.minibatch_size / before_s))
     return tuple(sorted((one for one in found if one.saved >= _WORTH_TELLING), key=lambda one: -one.saved))
@@ -196,7 +197,7 @@ class Ablation:
 
     def __getitem__(self, switch: str) -> AblationRow:
         """The row of ``"grouping"``, ``"just-in-time update"``, ``"peer transfers"``, ``"packing"``, ``"prefetch"`` or
-        ``"staying"``."""
+        ``"staying"``, and of ``"updates on devices"`` and others where the plan has them."""
         return next(row for row in self.rows if row.switch == switch)
 
     def to_frame(self) -> "pandas.DataFrame":
@@ -306,13 +307,16 @@ def _streamed(plan: Plan, profile: Profile, machine: Machine, step_s: float) -> 
 
 def _variants(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, Plan | str]]:
     """Switch, what is done instead, and the plan so or why there is none."""
-    late = plan.with_(just_in_time_update=False) if plan.just_in_time_update else "the plan updates at the end"
+    on_host = plan.with_(device_updates=())
+    late = on_host.with_(just_in_time_update=False) if plan.just_in_time_update else "the plan updates at the end"
     yield "just-in-time update", "all updates at the end", late
     yield "peer transfers", "between devices through the host", _without_peers(plan, machine)
     yield "packing", "packs of one layer", _one_layer_packs(plan)
     ahead = plan.with_(prefetch=0) if plan.prefetch else "the plan fetches nothing ahead"
     yield "prefetch", "nothing fetched ahead", ahead
-    if not (plan.resident_packs or plan.device_stash or plan.mirrored):
+    if plan.device_updates:
+        yield "updates on devices", "all updates on the host", on_host
+    if not (plan.resident_packs or plan.device_stash or plan.mirrored or plan.device_updates):
         yield "staying", "nothing stays on the devices", "the plan leaves nothing on the devices"
         return
     if plan.kept_packs:
@@ -330,7 +334,10 @@ def _without_peers(plan: Plan, machine: Machine) -> Plan | str:
         return "the plan is for one device"
     if not machine.peer_transfers:
         return "the devices of this machine do not reach each other"
-    return plan.with_(peer_transfers=False) if plan.peer_transfers else "the plan goes through the host"
+    if not plan.peer_transfers:
+        return "the plan goes through the host"
+    meets_on_host: dict[str, Any] = {"device_updates": ()} if plan.mode is Mode.DP else {}
+    return plan.with_(peer_transfers=False, **meets_on_host)
 
 
 def _one_layer_packs(plan: Plan) -> Plan | str:
@@ -343,6 +350,7 @@ def _one_layer_packs(plan: Plan) -> Plan | str:
         "backward_packs": ones,
         "resident_packs": _layers_of(plan.resident_packs),
         "kept_packs": _layers_of(plan.kept_packs),
+        "device_updates": _layers_of(plan.device_updates),
     }
     for unstuck in ({}, {"device_stash": ()}):
         try:

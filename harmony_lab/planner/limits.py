@@ -26,6 +26,7 @@ __all__ = [
     "host_memory",
     "host_problem",
     "limits",
+    "state_on_devices",
     "state_problem",
 ]
 
@@ -37,9 +38,10 @@ _NEGLIGIBLE = 1e-4  # of the host's memory in use
 class HostMemory:
     """Bytes of the host's memory that training under a plan takes at most.
 
-    ``gradient_bytes`` and ``stash_bytes`` (activations and all else that waits on the host) at the moment of the
-    simulated iteration at which they take most together.  ``emulated_bytes``: what emulated devices are made of.
-    ``pinned_bytes`` of all that are page-locked.  ``available_bytes``: the machine's.  Before training begins
+    ``optimizer_state_bytes``: of the state that is not on devices (``Plan.device_updates``), which comes back when
+    training ends.  ``gradient_bytes`` and ``stash_bytes`` (activations and all else that waits on the host) at the
+    moment of the simulated iteration at which they take most together.  ``emulated_bytes``: what emulated devices are
+    made of.  ``pinned_bytes`` of all that are page-locked.  ``available_bytes``: the machine's.  Before training begins
     ``forecast`` tells more: it knows the optimizer, and what is in memory already.
     """
 
@@ -86,33 +88,40 @@ class HostMemory:
 def host_memory(trace: Trace, profile: Profile) -> HostMemory:
     """What training takes whose iterations are as predicted."""
     gradients, stash = busiest_on_host(trace)
-    weights = _weight_bytes(profile)
+    moving = profile.weight_bytes(0, len(profile))
     is_real = [device.backend is not Backend.EMULATED for device in trace.machine.devices]
     peaks = zip(peak_bytes(trace.program), is_real, strict=True)
     return HostMemory(
-        weight_bytes=weights,
-        optimizer_state_bytes=profile.optimizer_state_bytes,
+        weight_bytes=profile.host_weight_bytes,
+        optimizer_state_bytes=profile.optimizer_state_bytes - state_on_devices(trace.program),
         gradient_bytes=gradients,
         stash_bytes=stash,
         emulated_bytes=sum(peak for peak, real in peaks if not real),
-        pinned_bytes=weights + gradients + stash if any(is_real) else 0,
+        pinned_bytes=moving + gradients + stash if any(is_real) else 0,
         available_bytes=trace.machine.host.memory_bytes,
     )
 
 
+def state_on_devices(program: Program) -> int:
+    """Bytes of the optimizer's state that stay on devices from one iteration to the next."""
+    blocks = program.block_columns
+    resident = np.array(program.resident, dtype=np.int64)
+    of_state = resident[blocks.kind[resident] == TENSOR_CODES[TensorKind.OPTIMIZER]]
+    return int(blocks.num_bytes[of_state].sum())
+
+
 def state_problem(profile: Profile, machine: Machine) -> str:
-    """Why no plan can train that model beside that host's memory; empty where that depends on the plan."""
-    weights, state, available = _weight_bytes(profile), profile.optimizer_state_bytes, machine.host.memory_bytes
+    """Why no plan can train that model beside that host's memory; empty where that depends on the plan.
+
+    All state must fit: what is on devices while training comes back in the end.
+    """
+    weights, state, available = profile.host_weight_bytes, profile.optimizer_state_bytes, machine.host.memory_bytes
     if weights + state <= available:
         return ""
     return (
         f"weights ({format_bytes(weights)}) and optimizer state ({format_bytes(state)}) of {profile.model} are more "
         f"than the host's {format_bytes(available)}"
     )
-
-
-def _weight_bytes(profile: Profile) -> int:
-    return profile.weight_bytes(0, len(profile))
 
 
 def host_problem(plan: Plan, profile: Profile, machine: Machine, *, program: Program | None = None) -> str:
@@ -123,7 +132,7 @@ def host_problem(plan: Plan, profile: Profile, machine: Machine, *, program: Pro
     """
     made = lower(plan, profile, machine) if program is None else program
     emulated = [device.memory_bytes for device in machine.devices if device.backend is Backend.EMULATED]
-    state = _weight_bytes(profile) + profile.optimizer_state_bytes
+    state = profile.host_weight_bytes + profile.optimizer_state_bytes - state_on_devices(made)
     blocks = made.block_columns
     waiting = int(blocks.num_bytes[blocks.device == HOST].sum())
     if state + waiting + sum(emulated) <= machine.host.memory_bytes:

@@ -25,6 +25,7 @@ from harmony_lab.planner.emit import (
     FAILED_OP,
     FULL,
     KIND,
+    RESIDENT,
     START,
     STATUS,
     STOP,
@@ -77,7 +78,8 @@ def _program(plan: Plan, made: Lowerable, machine: Machine, allow_overrun: bool)
                 raise _does_not_fit(built, machine)
             built = _lowered(made, machine, allow_overrun=True)
             break
-    return Program.of_columns(plan.minibatch_size, plan.num_layers, machine.budgets, *columns(built))
+    resident = tuple(range(int(built.counts[RESIDENT])))
+    return Program.of_columns(plan.minibatch_size, plan.num_layers, machine.budgets, *columns(built), resident=resident)
 
 
 def _lowered(made: Lowerable, machine: Machine, *, allow_overrun: bool) -> Construction:

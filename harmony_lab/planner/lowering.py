@@ -24,6 +24,7 @@ from harmony_lab.planner.chain_tables import (
     KEEPS_END,
     NUM_ON_HOST,
     NUM_SIZES,
+    OPTIMIZER_BYTES,
     OUT_BEFORE,
     PREFETCH,
     RECOMPUTE_WORKSPACE,
@@ -33,6 +34,7 @@ from harmony_lab.planner.chain_tables import (
     STAGE_STOP,
     STATE_BUFFER,
     STATE_GRADIENT,
+    STATE_OPTIMIZER,
     STATE_WEIGHT,
     TASK_DEVICE,
     TASK_STAGE,
@@ -42,14 +44,17 @@ from harmony_lab.planner.chain_tables import (
     UNIT_SIZE,
     UNIT_TASK,
     UPDATES_BUFFERS,
+    UPDATES_HERE,
     VALUE_BYTES,
     VALUE_GRADIENT_BYTES,
     VALUE_HERE,
     Chain,
     begins,
+    computed,
     is_first,
     is_last,
     reset,
+    root_task,
     same_samples,
 )
 from harmony_lab.planner.codes import (
@@ -60,6 +65,7 @@ from harmony_lab.planner.codes import (
     GRADIENT,
     NONE,
     ON_COMPUTE,
+    OPTIMIZER,
     RECOMPUTE,
     SAVED,
     WORKSPACE,
@@ -72,6 +78,7 @@ from harmony_lab.planner.emit import (
     emit,
     free,
     read,
+    resident,
     temporary,
     wait,
     write,
@@ -103,6 +110,7 @@ __all__ = ["lower_units"]
 def lower_units(c: Construction, k: Chain, order: Ints) -> None:
     """Emit everything, units in the given order.  Ends early where ``c`` says why."""
     reset(k)
+    _hold_optimizer(c, k)
     for task in range(len(k.tasks)):
         if k.devices[k.tasks[task, TASK_DEVICE], CURRENT] < 0:
             k.devices[k.tasks[task, TASK_DEVICE], CURRENT] = k.tasks[task, TASK_STAGE]
@@ -117,6 +125,19 @@ def lower_units(c: Construction, k: Chain, order: Ints) -> None:
     if not k.options[JUST_IN_TIME]:
         for i in range(k.options[NUM_ON_HOST]):
             update(c, k, k.stages[i, HOST_ORDER])
+
+
+@compiled
+def _hold_optimizer(c: Construction, k: Chain) -> None:
+    """The optimizer's state on the devices that update for themselves, there from step to step."""
+    for stage in range(len(k.stages)):
+        k.stages[stage, STATE_OPTIMIZER] = NONE
+        if k.stages[stage, UPDATES_HERE] and k.stages[stage, OPTIMIZER_BYTES] > 0:
+            device = k.tasks[root_task(k, stage), TASK_DEVICE]
+            start, stop = k.stages[stage, STAGE_START], k.stages[stage, STAGE_STOP]
+            k.stages[stage, STATE_OPTIMIZER] = resident(
+                c, OPTIMIZER, device, start, stop, k.stages[stage, OPTIMIZER_BYTES]
+            )
 
 
 @compiled
@@ -173,12 +194,6 @@ def _read_inputs(c: Construction, k: Chain, unit: Int, batch: Int, value: Int) -
 
 
 @compiled
-def _computed(k: Chain, device: Int, op: Int) -> None:
-    k.devices[device, COMPUTED_BEFORE] = k.devices[device, COMPUTED]
-    k.devices[device, COMPUTED] = op
-
-
-@compiled
 def _forward(c: Construction, k: Chain, unit: Int, batch: Int, value: Int) -> None:
     task = k.units[unit, UNIT_TASK]
     stage, device = k.tasks[task, TASK_STAGE], k.tasks[task, TASK_DEVICE]
@@ -212,7 +227,7 @@ def _forward(c: Construction, k: Chain, unit: Int, batch: Int, value: Int) -> No
     drop_state(c, k, unit)
     wait(c, k.devices[device, OUT_BEFORE])
     op = _compute(c, k, unit, FORWARD, batch, value, workspace)
-    _computed(k, device, op)
+    computed(k, device, op)
     for i in range(begin, end):
         value_on(c, k, unit, k.keeps[i], written + i - begin)
 
@@ -254,7 +269,7 @@ def _backward(c: Construction, k: Chain, unit: Int, batch: Int, value: Int, grad
     if opens:
         wait(c, k.devices[device, GRADIENT_OUT_BEFORE])
     op = _compute(c, k, unit, BACKWARD, batch, value, k.cells[stage * k.options[NUM_SIZES] + size, BACKWARD_WORKSPACE])
-    _computed(k, device, op)
+    computed(k, device, op)
     if passed >= 0:
         gradient_on(c, k, unit, start, passed)
     if k.stages[stage, GRADIENT_BYTES] > 0 and is_last(k, unit):

@@ -1,4 +1,5 @@
-"""lowering of gradients: a pack's are summed over devices, brought to the host and applied; compiled."""
+"""lowering of gradients: a pack's are summed over devices and applied: on the host, where they are brought, or on a
+device, which brings updated weights; compiled."""
 
 from harmony_lab.compiled import Int, compiled
 from harmony_lab.planner.chain_tables import (
@@ -15,25 +16,33 @@ from harmony_lab.planner.chain_tables import (
     STAGE_START,
     STAGE_STOP,
     STATE_GRADIENT,
+    STATE_OPTIMIZER,
+    STATE_WEIGHT,
     TASK_DEVICE,
     TASK_END,
     TASK_STAGE,
+    UPDATE_WORKSPACE,
+    UPDATES_HERE,
     USERS_END,
     Chain,
     begins,
+    computed,
     first_task,
+    root_task,
 )
 from harmony_lab.planner.codes import (
     ALL_REDUCE,
     FREE,
     GRADIENT,
     HOST_DEVICE,
+    ON_COMPUTE,
     ON_HOST,
     ON_MEMORY,
     ON_PEER_IN,
     ON_SWAP_OUT,
     SWAP_OUT,
     UPDATE,
+    WORKSPACE,
     ZERO,
 )
 from harmony_lab.planner.emit import (
@@ -42,6 +51,7 @@ from harmony_lab.planner.emit import (
     emit,
     free,
     read,
+    temporary,
     wait,
     write,
 )
@@ -51,17 +61,18 @@ __all__ = ["complete", "update"]
 
 @compiled
 def complete(c: Construction, k: Chain, task: Int, op: Int) -> None:
-    """A device has all gradients of a pack: when every device has, reduce them; bring them out; update."""
+    """A device has all gradients of a pack: when every device has, reduce them; bring them out and update, or update
+    here."""
     stage = k.tasks[task, TASK_STAGE]
     begin, end = first_task(k, stage), k.stages[stage, TASK_END]
     k.tasks[task, LAST_BACKWARD] = op
     k.stages[stage, NUM_COMPLETE] += 1
     complete = k.stages[stage, NUM_COMPLETE] == end - begin
     if end - begin == 1 or not k.options[PEERS]:
-        _gradients_out(c, k, task, op, op)
+        _gradients_ready(c, k, task, op, op)
     elif complete:
         _all_reduce(c, k, stage, begin, end)
-    if k.options[JUST_IN_TIME] and complete:
+    if k.options[JUST_IN_TIME] and complete and not k.stages[stage, UPDATES_HERE]:
         update(c, k, stage)
 
 
@@ -76,12 +87,48 @@ def _all_reduce(c: Construction, k: Chain, stage: Int, begin: Int, end: Int) -> 
         device = k.tasks[task, TASK_DEVICE]
         k.devices[device, REDUCED] = emit(c, ALL_REDUCE, device, ON_PEER_IN, start, stop, ZERO, ZERO)
     last_op = c.counts[OPS] - 1
-    root = begin + stage % (end - begin)  # packs take turns, so that every device's link carries some
-    _gradients_out(c, k, root, first_op, last_op)
+    root = root_task(k, stage)
+    _gradients_ready(c, k, root, first_op, last_op)
     for task in range(begin, end):
         if task != root:
             free(c, k.tasks[task, STATE_GRADIENT])
             emit(c, FREE, k.tasks[task, TASK_DEVICE], ON_MEMORY, start, stop, ZERO, ZERO)
+
+
+@compiled
+def _gradients_ready(c: Construction, k: Chain, task: Int, after_first: Int, after_last: Int) -> None:
+    """A device has the sum of a pack's gradients, or its own part where the host sums them up."""
+    if k.stages[k.tasks[task, TASK_STAGE], UPDATES_HERE]:
+        _update_here(c, k, task, after_first, after_last)
+    else:
+        _gradients_out(c, k, task, after_first, after_last)
+
+
+@compiled
+def _update_here(c: Construction, k: Chain, task: Int, after_first: Int, after_last: Int) -> None:
+    """The optimizer's step on the device, after which the weights go back to the host."""
+    stage, device = k.tasks[task, TASK_STAGE], k.tasks[task, TASK_DEVICE]
+    start, stop = k.stages[stage, STAGE_START], k.stages[stage, STAGE_STOP]
+    weights, gradients = k.tasks[task, STATE_WEIGHT], k.tasks[task, STATE_GRADIENT]
+    for op in range(after_first, after_last + 1):
+        wait(c, op)
+    read(c, weights)
+    read(c, gradients)
+    read(c, k.stages[stage, STATE_OPTIMIZER])
+    free(c, gradients)
+    if k.stages[stage, UPDATE_WORKSPACE] > 0:
+        temporary(c, WORKSPACE, device, start, stop, ZERO, ZERO, k.stages[stage, UPDATE_WORKSPACE])
+    computed(k, device, emit(c, UPDATE, device, ON_COMPUTE, start, stop, ZERO, ZERO))
+    read(c, weights)
+    free(c, weights)
+    _has_left(k, device, emit(c, SWAP_OUT, device, ON_SWAP_OUT, start, stop, ZERO, ZERO))
+
+
+@compiled
+def _has_left(k: Chain, device: Int, op: Int) -> None:
+    """What a backward pack leaves in the end goes out with that op."""
+    k.devices[device, GRADIENT_OUT_BEFORE] = k.devices[device, GRADIENT_OUT]
+    k.devices[device, GRADIENT_OUT] = op
 
 
 @compiled
@@ -93,9 +140,7 @@ def _gradients_out(c: Construction, k: Chain, task: Int, after_first: Int, after
     read(c, k.tasks[task, STATE_GRADIENT])
     host = write(c, GRADIENT, HOST_DEVICE, start, stop, ZERO, ZERO, k.stages[stage, GRADIENT_BYTES])
     free(c, k.tasks[task, STATE_GRADIENT])
-    op = emit(c, SWAP_OUT, device, ON_SWAP_OUT, start, stop, ZERO, ZERO)
-    k.devices[device, GRADIENT_OUT_BEFORE] = k.devices[device, GRADIENT_OUT]
-    k.devices[device, GRADIENT_OUT] = op
+    _has_left(k, device, emit(c, SWAP_OUT, device, ON_SWAP_OUT, start, stop, ZERO, ZERO))
     position = 0
     if k.host_gradients[stage, 0] < 0:
         k.stages[k.options[NUM_ON_HOST], HOST_ORDER] = stage

@@ -22,9 +22,11 @@ from harmony_lab.planner.chain_tables import (
     TWIN,
     UNIT_TASK,
     UPDATES_BUFFERS,
+    UPDATES_HERE,
     WEIGHT_BYTES,
     Chain,
     is_last,
+    root_task,
     task_on,
 )
 from harmony_lab.planner.codes import (
@@ -85,12 +87,14 @@ def prefetch(c: Construction, k: Chain, task: Int, device: Int) -> None:
 
 @compiled
 def drop_state(c: Construction, k: Chain, unit: Int) -> None:
-    """The pack's last op frees its state; buffers that forward has updated stay until they are swapped out."""
+    """The pack's last op frees its state; buffers that forward has updated stay until they are swapped out, weights
+    that are updated here until then."""
     if not is_last(k, unit):
         return
     task = k.units[unit, UNIT_TASK]
     stage = k.tasks[task, TASK_STAGE]
-    if k.stages[stage, IS_BACKWARD] or k.stages[stage, TWIN] < 0:
+    is_updated = k.stages[stage, UPDATES_HERE] == 1 and task == root_task(k, stage)
+    if not is_updated and (k.stages[stage, IS_BACKWARD] or k.stages[stage, TWIN] < 0):
         free(c, k.tasks[task, STATE_WEIGHT])
     if not k.stages[stage, UPDATES_BUFFERS]:
         free(c, k.tasks[task, STATE_BUFFER])

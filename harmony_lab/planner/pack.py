@@ -84,6 +84,14 @@ class PackCosts:
     def buffer_bytes(self, start: int, stop: int) -> int:
         return int(self.model.buffers[start, stop])
 
+    def optimizer_bytes(self, start: int, stop: int) -> int:
+        """The optimizer's state for the parameters that the pack owns."""
+        return self.profile.optimizer_bytes(start, stop)
+
+    def update_workspace(self, start: int, stop: int) -> int:
+        """Temporaries of the pack's update on a device, which goes layer by layer."""
+        return max((layer.largest_update_bytes for layer in self.profile.layers[start:stop]), default=0)
+
     def _forward_workspace(self, start: int, stop: int, size: int, keep: tuple[int, ...]) -> int:
         """Forward without gradient, beside its input and the boundaries it keeps: its output's and maybe others."""
         assert stop in keep

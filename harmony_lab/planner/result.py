@@ -117,11 +117,11 @@ class SearchResult:
     def _explanation(self) -> str:
         best = self.candidates[0]
         sentences = [what_binds(best.plan, self.best_trace, best.peak_bytes), self._distance()]
-        if len(best.plan.backward_packs) == 1:
-            sentences.append(
-                "The whole model is one pack, as in plain training: weights come in once, gradients go out once, "
-                "nothing else moves."
-            )
+        if _moves_state_alone(best.plan):
+            whole = "The whole model is one pack" if len(best.plan.backward_packs) == 1 else "Everything stays in place"
+            here = len(best.plan.device_updates) == len(best.plan.backward_packs)
+            goes = "updated weights go out once" if here else "gradients go out once"
+            sentences.append(f"{whole}, as in plain training: weights come in once, {goes}, nothing else moves.")
         if self.advice:
             sentences.append(f"What would help: {'; '.join(map(str, self.advice[:_HELPS_TOLD]))}.")
         return "  ".join(sentences)
@@ -143,6 +143,7 @@ class SearchResult:
                 "rank": rank,
                 "plan": str(candidate.plan),
                 "mode": str(candidate.plan.mode),
+                "precision": str(candidate.plan.precision),
                 "forward_microbatch_size": candidate.plan.forward_microbatch_size,
                 "backward_microbatch_size": candidate.plan.backward_microbatch_size,
                 "num_forward_packs": len(candidate.plan.forward_packs),
@@ -210,3 +211,12 @@ class SearchResult:
             "<th>microbatch forward / backward</th><th>packs forward / backward</th><th>step</th><th>peak memory</th>"
             f"<th>swapped</th><th>idle</th></tr></thead><tbody>{rows}</tbody></table>"
         )
+
+
+def _moves_state_alone(plan: Plan) -> bool:
+    """Whether what is computed stays where it is, and weights until their last use."""
+    packs = plan.backward_packs
+    stays = set(plan.forward_packs) == set(plan.resident_packs) == set(plan.kept_packs)
+    stashed = {pack.start for pack in packs[1:]} == set(plan.device_stash)
+    alike = len(plan.device_updates) in (0, len(packs))
+    return len(packs) == 1 or (plan.num_devices == 1 and stays and stashed and alike)

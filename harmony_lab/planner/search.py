@@ -14,12 +14,13 @@ from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.bounds import problem_bound
 from harmony_lab.planner.candidates import Candidates
+from harmony_lab.planner.compose import updatable
 from harmony_lab.planner.limits import host_problem
 from harmony_lab.planner.lower import lower
 from harmony_lab.planner.neighbours import neighbours
 from harmony_lab.planner.pack import PackCosts
 from harmony_lab.planner.result import Candidate, Rejected, SearchResult
-from harmony_lab.planner.staying import mirror, staying
+from harmony_lab.planner.staying import mirror, staying, updating
 from harmony_lab.simulator.engine import makespan_s
 from harmony_lab.units import format_bytes, format_seconds
 
@@ -37,6 +38,7 @@ _NEIGHBOURS_OPS, _FEWEST_NEIGHBOURS = 8_000, 40  # simulated to search on from t
 _STARTS, _STARTS_OF_FEW = 6, 20  # plans in turn whose neighbours are no better, before the search ends
 _SPARE = 3  # times as many candidates are at hand as are to be simulated, for those that do not fit
 _RETRIES = 8  # with less and less memory to pack into, where what looked promising did not fit with all that goes on
+_UPDATING_OPS = 25_000  # simulated to find what devices could update
 _STAYING_FROM, _ALSO_FROM = 3, 60  # plans whose variants are tried: the best of each mode, and promising ones
 
 
@@ -45,15 +47,17 @@ class Switches:
     """Which settings a search may choose from.
 
     ``staying``: whether what fits may stay on the devices (``Plan.resident_packs``, ``kept_packs``, ``device_stash``).
+    ``device_updates``: whether of what stays the optimizer's state may be, so that devices update for themselves.
     """
 
     prefetch: tuple[int, ...] = (1,)
     peer_transfers: tuple[bool, ...] = (True,)
     staying: bool = True
+    device_updates: bool = True
 
 
 def search(
-    profile: Profile,
+    profile: Profile | Sequence[Profile],
     machine: Machine,
     minibatch_size: int,
     *,
@@ -64,10 +68,13 @@ def search(
 ) -> SearchResult:
     """Plans for that minibatch on every device of the machine, best first.
 
+    ``profile``: one, or several of the same layers in different precisions, whose plans are then ranked together.
     ``shown``: how many candidates of each mode to simulate, the best among them.  ``progress(done, total, what)`` is
     called after each candidate; what it raises ends the search.  Raises ``PlanDoesNotFitError`` where no plan fits,
     naming the layer that is too large, its bytes and the budget.
     """
+    if not isinstance(profile, Profile):
+        return _in_all(profile, machine, minibatch_size, modes, switches, shown, progress)
     run = _Search(profile, machine, minibatch_size, modes, switches or Switches(), shown)
     result = None
     for result in run.results():
@@ -78,6 +85,40 @@ def search(
     if progress is not None:
         progress(run.done, run.done, f"best {format_seconds(result.candidates[0].step_s)}")
     return result
+
+
+def _in_all(
+    profiles: Sequence[Profile],
+    machine: Machine,
+    minibatch_size: int,
+    modes: Sequence[Mode | str],
+    switches: Switches | None,
+    shown: int,
+    progress: Progress | None,
+) -> SearchResult:
+    """One ranking of the plans found with each profile; one with which nothing fits is told among what was rejected."""
+    if len({profile.precision for profile in profiles}) < len(profiles) or not profiles:
+        given = ", ".join(str(profile.precision) for profile in profiles) or "none"
+        raise PlanError("nothing to plan", [f"profiles must be of different precisions, at least one, got {given}"])
+    results: list[SearchResult] = []
+    failed: list[tuple[Profile, HarmonyError]] = []
+    for profile in profiles:
+        try:
+            results.append(
+                search(profile, machine, minibatch_size, modes=modes, switches=switches, shown=shown, progress=progress)
+            )
+        except (PlanDoesNotFitError, HostMemoryError) as error:
+            failed.append((profile, error))
+    if not results:
+        raise failed[-1][1]
+    rejected = [Rejected(f"precision={profile.precision}", str(error)) for profile, error in failed]
+    return SearchResult(
+        candidates=tuple(sorted((c for found in results for c in found.candidates), key=lambda c: c.step_s)),
+        rejected=(*rejected, *(item for found in results for item in found.rejected)),
+        lower_bound_s=min(found.lower_bound_s for found in results),
+        num_bounded=sum(found.num_bounded for found in results),
+        num_skipped=sum(found.num_skipped for found in results),
+    )
 
 
 def searching(
@@ -144,13 +185,18 @@ class _Search:
             modes=self.modes,
             overlapping=max(self.switches.prefetch) > 0 or self.switches.staying,
             peers_only=all(self.switches.peer_transfers),
+            device_updates=self.switches.staying and self.switches.device_updates,
         )
         for setting in settings:
             for _ in self._of_setting(*setting):
                 yield self._result()
         if self.switches.staying and self.found:
+            best = self._best_of_each_mode()
             for _ in self._that_stay():
                 yield self._result()
+            if self.switches.device_updates:
+                for _ in self._that_update(best):
+                    yield self._result()
 
     def _result(self) -> SearchResult:
         return SearchResult(
@@ -241,11 +287,28 @@ class _Search:
             if self.num_ops - spent > MAX_OPS:
                 return
 
-    def _to_stay(self) -> Iterator[Plan]:
+    def _that_update(self, before: Sequence[Plan]) -> Iterator[float]:
+        """Variants in which devices update what fits: of the best plans by now and of those ``before`` anything stayed,
+        also with the same packs forward and backward and what else fits then."""
+        limit = self.num_ops + _UPDATING_OPS
+        alike = [mirror(plan) for plan in before]
+        for start in dict.fromkeys((*self._best_of_each_mode(), *before, *alike)):
+            if self.num_ops > limit:
+                return
+            best = None
+            for best in updating(start, self._simulated, updatable(start, self.profile, self.machine)):
+                yield best[1]
+            if best is not None and start in alike and best[0].device_updates:
+                for _, seconds in staying(best[0], self._simulated):
+                    yield seconds
+
+    def _best_of_each_mode(self) -> list[Plan]:
         best = sorted(self.found.values(), key=lambda candidate: candidate.step_s)
-        for mode in self.modes:
-            of_mode = [candidate.plan for candidate in best if candidate.plan.mode is mode]
-            yield from dict.fromkeys(mirror(plan) for plan in of_mode[:_STAYING_FROM] if plan.forward_packs)
+        by_mode = [[candidate.plan for candidate in best if candidate.plan.mode is mode] for mode in self.modes]
+        return [plan for of_mode in by_mode for plan in of_mode[:_STAYING_FROM]]
+
+    def _to_stay(self) -> Iterator[Plan]:
+        yield from dict.fromkeys(mirror(plan) for plan in self._best_of_each_mode() if plan.forward_packs)
         promising = []
         for mode in self.modes:
             options = Candidates(

@@ -2,14 +2,15 @@
 
 The same packs forward and backward, each on one device (``Plan.mirrored`` in PP).  In the order of what they save per
 byte, boundaries' values stay, then weights, then all that backward needs; of each as many packs as fit, those that run
-last forward first: they wait least.
+last forward first: they wait least.  Then the optimizer's state, of the first layers' packs first: their update ends
+the iteration.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from harmony_lab.plan import Mode, Pack, Plan
 
-__all__ = ["mirror", "staying"]
+__all__ = ["mirror", "staying", "updating"]
 
 Seconds = Callable[[Plan], float | None]
 
@@ -23,26 +24,48 @@ def mirror(plan: Plan) -> Plan:
     )
 
 
-def staying(plan: Plan, seconds: Seconds) -> Iterator[tuple[Plan, float]]:
+def staying(plan: Plan, seconds: Seconds, updatable: Sequence[Pack] = ()) -> Iterator[tuple[Plan, float]]:
     """Ever faster plans; ``seconds`` of a plan's iteration, None where it does not fit.  ``plan`` as ``mirror`` gives
-    it."""
+    it.  ``updatable``: packs that devices may update (``compose.updatable``)."""
     best = seconds(plan)
     if best is None:
         return
     yield plan, best
     for stay in (_values, _weights, _saved):
-        low, high = 0, len(plan.forward_packs)
-        while low < high:  # as many of the last packs as fit
-            middle = (low + high + 1) // 2
-            tried = stay(plan, plan.forward_packs[-middle:])
-            found = seconds(tried)
-            if found is None:
-                high = middle - 1
-                continue
-            low = middle
-            if found < best:
-                plan, best = tried, found
-                yield plan, best
+        for found in _as_many(stay, plan, best, seconds, plan.forward_packs[::-1]):
+            plan, best = found
+            yield found
+    yield from _as_many(_updates, plan, best, seconds, updatable)
+
+
+def updating(plan: Plan, seconds: Seconds, updatable: Sequence[Pack]) -> Iterator[tuple[Plan, float]]:
+    """As ``staying``, for the optimizer's state alone, of any plan."""
+    best = seconds(plan)
+    if best is not None:
+        yield plan, best
+        yield from _as_many(_updates, plan, best, seconds, updatable)
+
+
+def _as_many(
+    stay: Callable[[Plan, tuple[Pack, ...]], Plan],
+    plan: Plan,
+    best: float,
+    seconds: Seconds,
+    packs: Sequence[Pack],
+) -> Iterator[tuple[Plan, float]]:
+    """With as many of the first of these packs as fit, where that is faster."""
+    low, high = 0, len(packs)
+    while low < high:
+        middle = (low + high + 1) // 2
+        tried = stay(plan, tuple(sorted(packs[:middle])))
+        found = seconds(tried)
+        if found is None:
+            high = middle - 1
+            continue
+        low = middle
+        if found < best:
+            plan, best = tried, found
+            yield plan, best
 
 
 def _values(plan: Plan, packs: tuple[Pack, ...]) -> Plan:
@@ -55,6 +78,10 @@ def _values(plan: Plan, packs: tuple[Pack, ...]) -> Plan:
 
 def _weights(plan: Plan, packs: tuple[Pack, ...]) -> Plan:
     return plan.with_(resident_packs=packs)
+
+
+def _updates(plan: Plan, packs: tuple[Pack, ...]) -> Plan:
+    return plan.with_(device_updates=packs)
 
 
 def _saved(plan: Plan, packs: tuple[Pack, ...]) -> Plan:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
+from harmony_lab.compiled import Ints
 from harmony_lab.machine import HOST
 from harmony_lab.planner.order import Order, Uses, all_uses, op_name, pairs
-from harmony_lab.program import OP_CODES, TENSOR_CODES, OpKind, Program, TensorKind
+from harmony_lab.program import OP_CODES, TENSOR_CODES, BlockColumns, OpKind, Program, TensorKind
 
 __all__ = ["store_violations"]
 
@@ -33,14 +35,39 @@ def store_violations(program: Program, order: Order) -> Iterator[str]:
 
 
 def _races(program: Program, order: Order, out: Uses, fetched: Uses) -> Iterator[str]:
+    """What leaves for a store that is still read, by the device itself or by others that do not update these layers:
+    devices that do have a store of their own."""
     blocks = program.block_columns
+    owns = _updates_for_itself(program, fetched)
     for device, kind in {(blocks.device[block], blocks.kind[block]) for block in out.block}:
-        mine = (blocks.device == device) & (blocks.kind == kind)
-        one, other = (Uses(uses.op[mine[uses.block]], uses.block[mine[uses.block]]) for uses in (out, fetched))
-        overlap = (blocks.start[one.block][:, None] < blocks.stop[other.block]) & (
-            blocks.start[other.block] < blocks.stop[one.block][:, None]
-        )
+        of_kind = blocks.kind == kind
+        leaves, comes = (blocks.device[uses.block] == device for uses in (out, fetched))
+        leaves, comes = leaves & of_kind[out.block], (comes | ~owns) & of_kind[fetched.block]
+        one, other = Uses(out.op[leaves], out.block[leaves]), Uses(fetched.op[comes], fetched.block[comes])
+        overlap = _overlap(blocks, one.block, other.block)
         rows, columns = np.nonzero(overlap)
         leaving, coming = one.op[rows], other.op[columns]
         for a, b in pairs(leaving, coming, ~order.precedes(leaving, coming) & ~order.precedes(coming, leaving)):
             yield f"{op_name(program, a)} may change in the store what {op_name(program, b)} still reads"
+
+
+def _updates_for_itself(program: Program, fetched: Uses) -> npt.NDArray[np.bool_]:
+    """Of what is fetched, whether the device that fetches it updates layers of it."""
+    ops, blocks = program.op_columns, program.block_columns
+    updates = np.flatnonzero((ops.kind == OP_CODES[OpKind.UPDATE]) & (ops.device != HOST))
+    of_block = fetched.block[:, None]
+    owns = (
+        (blocks.device[of_block] == ops.device[updates])
+        & (blocks.start[of_block] < ops.stop[updates])
+        & (ops.start[updates] < blocks.stop[of_block])
+    )
+    found: npt.NDArray[np.bool_] = owns.any(axis=1)
+    return found
+
+
+def _overlap(blocks: BlockColumns, one: Ints, other: Ints) -> npt.NDArray[np.bool_]:
+    """[i, j]: whether blocks ``one[i]`` and ``other[j]`` have layers in common."""
+    found: npt.NDArray[np.bool_] = (blocks.start[one][:, None] < blocks.stop[other]) & (
+        blocks.start[other] < blocks.stop[one][:, None]
+    )
+    return found

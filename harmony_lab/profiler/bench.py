@@ -169,11 +169,12 @@ def _generator(target: Target) -> torch.Generator | None:
 def _content(layers: LayerSequence, name: str, target: Target, spec: StateSpec) -> Tensor:
     """The user's tensor on the device; one without data is made up."""
     tensor: Tensor = layers.tensors[name]
+    dtype = getattr(torch, spec.device_dtype)
     if target.shapes_only:
-        return torch.empty(spec.shape, dtype=tensor.dtype, device=target.device)
+        return torch.empty(spec.shape, dtype=dtype, device=target.device)
     if tensor.is_meta:
-        return torch.full(spec.shape, 0.02, device=target.device).to(tensor.dtype)
-    return tensor.detach().to(target.device)
+        return torch.full(spec.shape, 0.02, device=target.device).to(dtype)
+    return tensor.detach().to(target.device, dtype)
 
 
 def _parameter(layers: LayerSequence, name: str, target: Target) -> Tensor:
@@ -181,7 +182,9 @@ def _parameter(layers: LayerSequence, name: str, target: Target) -> Tensor:
     spec = layers.state[name]
     leaf = _content(layers, name, target, spec).requires_grad_(spec.trainable)
     if spec.trainable:
-        leaf.grad = torch.zeros_like(leaf)
+        if spec.shadow:
+            leaf.grad_dtype = None  # that of the gradient, which is of the master's type
+        leaf.grad = torch.zeros_like(leaf, dtype=getattr(torch, spec.dtype))
     return leaf
 
 

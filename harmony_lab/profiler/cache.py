@@ -16,6 +16,7 @@ import torch
 from harmony_lab.layers import LayerSequence, StateSpec, TensorSpec
 from harmony_lab.profiler.extract import GraphFunction
 from harmony_lab.profiler.gauges import Target
+from harmony_lab.profiler.precision import AutocastFunction
 
 __all__ = ["CostCache", "Key", "Numbers", "layer_key", "update_key"]
 
@@ -87,14 +88,16 @@ def _read(path: Path, key: Key) -> Numbers | None:
 def layer_key(layers: LayerSequence, index: int, target: Target, num_samples: int, trials: int) -> Key | None:
     """Of one run of a layer; None for a layer that is no graph, whose code may change unseen."""
     layer = layers.layers[index]
-    if not isinstance(layer.function, GraphFunction):
+    function = layer.function.inner if isinstance(layer.function, AutocastFunction) else layer.function
+    if not isinstance(function, GraphFunction):
         return None
     given = {spec.name: spec for spec in layers.boundaries[index]}
     made = {spec.name: spec for spec in layers.boundaries[index + 1]}
     return {
         **_place(target.num_threads),
         "device": target.description,
-        "graph": hashlib.sha256(layer.function.text.encode()).hexdigest(),
+        "precision": str(layers.precision),
+        "graph": hashlib.sha256(function.text.encode()).hexdigest(),
         "parameters": [_state(layers.state[name]) for name in layer.parameters],
         "buffers": [_state(layers.buffer_state[name]) for name in layer.buffers],
         "inputs": [_value(given[name]) for name in layer.inputs],
@@ -110,6 +113,7 @@ def update_key(
     optimizer: torch.optim.Optimizer | None,
     updated: Sequence[tuple[Mapping[str, Any], StateSpec]],
     num_threads: int,
+    on_gpu: bool,
     trials: int,
     model_bytes: int,
 ) -> Key | None:
@@ -126,6 +130,7 @@ def update_key(
             [_state(spec), {name: repr(value) for name, value in group.items() if name not in _SCHEDULED}]
             for group, spec in updated
         ],
+        "on_gpu": on_gpu,
         "model_bytes": model_bytes,
         "trials": trials,
     }

@@ -22,7 +22,7 @@ _MOST_TRIES = 3
 
 
 def kinds_of(layers: LayerSequence) -> list[int]:
-    """The kind of each layer, told apart also by what is trained: that changes what backward does."""
+    """The kind of each layer, told apart also by what is trained, which changes what backward does, and by types."""
     numbers: dict[tuple[Any, ...], int] = {}
     kinds = []
     for index, layer in enumerate(layers.layers):
@@ -30,7 +30,7 @@ def kinds_of(layers: LayerSequence) -> list[int]:
         key = (
             layer.kind,
             tuple(layers.state[name].trainable for name in layer.parameters),
-            tuple(specs[name].requires_grad for name in layer.inputs),
+            tuple((specs[name].requires_grad, specs[name].dtype) for name in layer.inputs),
         )
         kinds.append(numbers.setdefault(key, len(numbers)))
     return kinds
@@ -200,8 +200,16 @@ def assemble(
         couples_samples=layers.couples_samples,
         serial_buffers=tuple(name for name, decay in layers.buffer_decay.items() if decay is None),
         update_threads=update_threads,
+        precision=layers.precision,
+        master_bytes=_master_bytes(layers),
         cached=cached,
     )
+
+
+def _master_bytes(layers: LayerSequence) -> int:
+    """Of the model's own parameters, where devices get any of them in another type."""
+    specs = layers.state.values()
+    return sum(padded(spec.num_bytes) for spec in specs) if any(spec.shadow for spec in specs) else 0
 
 
 def _layer_cost(layers: LayerSequence, index: int, kind: int, update: UpdateCost, costs: tuple[Cost, ...]) -> LayerCost:
@@ -218,11 +226,12 @@ def _layer_cost(layers: LayerSequence, index: int, kind: int, update: UpdateCost
         batch_inputs=layer.batch_inputs,
         costs=costs,
         update_spread=update.spread,
+        update_workspace_bytes=update.workspace_bytes,
     )
 
 
 def parameter_bytes(layers: LayerSequence, index: int) -> int:
-    return sum(padded(layers.state[name].num_bytes) for name in set(layers.layers[index].parameters))
+    return sum(padded(layers.state[name].device_bytes) for name in set(layers.layers[index].parameters))
 
 
 def _gradient_bytes(layers: LayerSequence, index: int) -> int:
@@ -238,11 +247,10 @@ def _shared(layers: LayerSequence) -> Iterator[SharedParameter]:
     for is_buffer, specs in ((False, layers.state), (True, layers.buffer_state)):
         for spec in specs.values():
             if len(spec.layers) > 1:
-                num_bytes = padded(spec.num_bytes)
                 yield SharedParameter(
                     name=spec.name,
-                    num_bytes=num_bytes,
-                    gradient_bytes=num_bytes if spec.trainable and not is_buffer else 0,
+                    num_bytes=padded(spec.device_bytes),
+                    gradient_bytes=padded(spec.num_bytes) if spec.trainable and not is_buffer else 0,
                     layers=spec.layers,
                     is_buffer=is_buffer,
                 )

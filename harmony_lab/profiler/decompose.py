@@ -93,7 +93,7 @@ def decompose(
 
 def layers_of(recipe: Recipe) -> LayerSequence:
     """``decompose`` of checked arguments."""
-    return replace(_layers_of(recipe), recipe=recipe)
+    return replace(_layers_of(recipe), recipe=recipe.with_modes())
 
 
 def _layers_of(recipe: Recipe) -> LayerSequence:

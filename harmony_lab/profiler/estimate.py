@@ -15,10 +15,12 @@ from harmony_lab.costs import Cost, Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
+from harmony_lab.precision import Precision
 from harmony_lab.presets import GPU, gpu
 from harmony_lab.profiler.bench import Bench, Phase, Seconds, Weight
 from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of, parameter_bytes
 from harmony_lab.profiler.gauges import Target
+from harmony_lab.profiler.precision import in_precision
 from harmony_lab.profiler.roofline import OpCounter, Rates, Work
 from harmony_lab.profiler.steps import ProgressCallback, Steps
 from harmony_lab.profiler.updates import UpdateCosts
@@ -38,6 +40,7 @@ def estimate(
     device: Machine | GPU | str,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    precision: Precision | str | None = None,
     microbatch_sizes: Sequence[int] | None = None,
     minibatch_size: int | None = None,
     efficiency: float | None = None,
@@ -63,13 +66,17 @@ def estimate(
     Updates on the host are bound by its memory: the bytes that the optimizer's ops read and write, at
     ``host_bandwidth``.  (Optimizers that multiply matrices, as Muon does, take longer than that.)
 
-    ``microbatch_sizes``, ``minibatch_size``, ``progress`` and the errors raised: as in ``profile``.
+    ``precision``, ``microbatch_sizes``, ``minibatch_size``, ``progress`` and the errors raised: as in ``profile``.
+    What runs in bf16 does so at the GPU's rate for it; which ops do, and so bytes, follows autocast's lists for the
+    CPU: on a GPU norms and softmaxes run in fp32, and save more.
     """
     if optimizer is not None:
         PackOptimizer(optimizer, layers)
     if efficiency is not None and calibrate is not None:
         raise HarmonyError("give either an efficiency or a profile to calibrate with, not both")
     card, room, threads = _resolved(device)
+    if precision is not None:
+        layers = in_precision(layers, precision)
     sizes = Sizes.of(microbatch_sizes, layers.example_sizes["batch"] if minibatch_size is None else minibatch_size)
     kinds = kinds_of(layers)
     num_kinds = len(set(kinds))
@@ -92,7 +99,7 @@ def estimate(
     costs = costs_by_size(layers, kinds, sizes, room, cost_of)
     steps.only(1, 1)
     steps.begin("updates", 1)
-    updates = UpdateCosts(layers, optimizer, _TrafficOfSteps(parse_rate(host_bandwidth)))
+    updates = UpdateCosts(layers, optimizer, _TrafficOfSteps(parse_rate(host_bandwidth)), on_gpu=True)
     updated = [updates.of(updates.updated_by(index)) for index in range(len(layers))]
     steps.end()
     return assemble(layers, f"{card.name}, estimated at {share:.0%} of its peak rates", kinds, costs, updated, threads)

@@ -57,7 +57,10 @@ def evaluation_plan(plan: Plan, trained: LayerSequence, evaluated: LayerSequence
         name: tuple(Pack(edges[start], edges[stop]) for start, stop in getattr(plan, name))
         for name in ("forward_packs", "backward_packs")
     }
-    nothing_kept: dict[str, Any] = {"resident_packs": (), "kept_packs": (), "device_stash": (), "mirrored": False}
+    nothing_kept: dict[str, Any] = {
+        **dict.fromkeys(("resident_packs", "kept_packs", "device_stash", "device_updates"), ()),
+        "mirrored": False,
+    }
     size = plan.backward_microbatch_size
     return plan.with_(**packs, **nothing_kept, forward_microbatch_size=size, fingerprint="")
 

@@ -300,8 +300,8 @@ def _refuse_sizes_from_data(live: Iterable[fx.Node]) -> None:
         if any(isinstance(length, torch.SymInt) and free_unbacked_symbols(length) for length in shape):
             raise DecomposeError(
                 f"the size of what {describe(node)} returns depends on the data, so its memory cannot be planned: use "
-                "an op whose result has a fixed size, such as a mask (torch.where, ignore_index for a loss), or topk "
-                "with a fixed number of tokens per expert"
+                "an op whose result has a fixed size, such as a mask (torch.where, ignore_index for a loss) or a fixed "
+                "capacity per expert (topk)"
             )
 
 

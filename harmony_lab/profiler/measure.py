@@ -9,11 +9,13 @@ import torch
 from harmony_lab.costs import Cost, Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import LayerSequence
-from harmony_lab.machine import Machine
+from harmony_lab.machine import Backend, Machine
+from harmony_lab.precision import Precision
 from harmony_lab.profiler.bench import Bench, Seconds, Weight
 from harmony_lab.profiler.cache import CostCache, Key, Numbers, layer_key, update_key
 from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of
 from harmony_lab.profiler.gauges import Target
+from harmony_lab.profiler.precision import in_precision
 from harmony_lab.profiler.steps import ProgressCallback, Steps
 from harmony_lab.profiler.updates import TimedSteps, UpdateCost, UpdateCosts, Updated, spread_of
 from harmony_lab.runtime.failures import clear_frames
@@ -27,6 +29,7 @@ def profile(
     machine: Machine,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    precision: Precision | str | None = None,
     microbatch_sizes: Sequence[int] | None = None,
     minibatch_size: int | None = None,
     trials: int = 3,
@@ -40,6 +43,7 @@ def profile(
     optimizer and the random state stay as they are, and nothing is left on the device, also after an error or an
     interrupt.
 
+    ``precision``: what layers compute in, by default as the layers are (see ``in_precision``).
     ``microbatch_sizes``: what to measure; the profile interpolates between them.  By default 1, 2, 4, ... up to
     ``minibatch_size`` (the example batch's) or to the largest that fits into the device, six at most.
     ``trials``: seconds are the median of that many runs, after one to warm up.
@@ -56,6 +60,8 @@ def profile(
         raise HarmonyError(f"trials must be 1 or more, got {trials}")
     sizes = Sizes.of(microbatch_sizes, layers.example_sizes["batch"] if minibatch_size is None else minibatch_size)
     target = Target.of(machine.devices[0])
+    if precision is not None:
+        layers = in_precision(layers, precision, machine)
     try:
         return _Measurement(layers, machine, target, optimizer, sizes, trials, cache, progress).profile()
     except BaseException as error:
@@ -153,8 +159,13 @@ class _Measurement:
 
     # -- updates --------------------------------------------------------------------------------------------------
 
+    @property
+    def _on_gpu(self) -> bool:
+        return any(device.backend is not Backend.EMULATED for device in self._machine.devices)
+
     def _updates(self) -> list[UpdateCost]:
-        costs = UpdateCosts(self._layers, self._optimizer, TimedSteps(self._layers, self._trials))
+        clock = TimedSteps(self._layers, self._trials)
+        costs = UpdateCosts(self._layers, self._optimizer, clock, on_gpu=self._on_gpu)
         updates = []
         for index, layer in enumerate(self._layers.layers):
             self._steps.begin(f"update of {layer.name} (layer {index + 1} of {len(self._layers)})", 1)
@@ -168,7 +179,7 @@ class _Measurement:
         key = self._update_key(costs, updated) if self._caches else None
         known = self._cache.get(key, len(UpdateCost._fields))
         if known is not None and known[0] is not None and known[1] is not None:
-            return UpdateCost(int(known[0]), known[1], known[2])
+            return UpdateCost(int(known[0]), known[1], known[2], None if known[3] is None else int(known[3]))
         self._num_measured += 1
         update = costs.of(updated)
         self._cache.put(key, update)
@@ -179,6 +190,7 @@ class _Measurement:
             self._optimizer,
             [(costs.hyperparameters(group), spec) for group, spec in updated],
             self._machine.host.update_threads,
+            self._on_gpu,
             self._trials,
             self._layers.trainable_bytes,
         )

@@ -20,7 +20,10 @@ Memo = dict[int, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The arguments of ``decompose``, and the structure of a batch."""
+    """The arguments of ``decompose``, and the structure of a batch.
+
+    ``modes``: whether each module was in train mode when it was captured, in ``_every_module``'s order.
+    """
 
     model: nn.Module
     example_batch: Any
@@ -29,6 +32,21 @@ class Recipe:
     layers: tuple[nn.Module, ...] | None = None
     cut: tuple[str, ...] | None = None
     loss_reduction: str | None = None
+    modes: tuple[bool, ...] = ()
+
+    def with_modes(self) -> "Recipe":
+        """With the modes that the modules are in now."""
+        return replace(self, modes=tuple(module.training for _, module in self._every_module()))
+
+    def changed_modes(self) -> list[tuple[str, bool]]:
+        """Modules that are in another mode now than when they were captured, with whether they were in train mode."""
+        modules = zip(self._every_module(), self.modes, strict=False)
+        return [(name, was) for (name, module), was in modules if module.training != was]
+
+    def _every_module(self) -> Iterator[tuple[str, nn.Module]]:
+        """All there are, by name, those that are called among them under their classes' names."""
+        for outer in self.modules():
+            yield from ((name or type(outer).__name__, module) for name, module in outer.named_modules())
 
     def plain_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss as a user of PyTorch computes it, from the tensors of a batch by name."""

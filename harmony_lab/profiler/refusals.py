@@ -1,13 +1,19 @@
-"""What a captured graph cannot hold, told before it is lost: gradients changed by hand, chance in Python."""
+"""What a captured graph cannot hold, told before it is lost: gradients by hand, chance and choices in Python."""
 
+import io
+import logging
 import random
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from harmony_lab.errors import DecomposeError
@@ -15,11 +21,15 @@ from harmony_lab.layers import LayerSequence
 
 __all__ = [
     "RefuseTensorHooks",
+    "not_exportable",
     "refuse_custom_gradients",
     "refuse_gradient_hooks",
     "refuse_python_chance",
     "refuse_shared_updates",
+    "without_graph_dumps",
 ]
+
+_MOST_REASON_LINES = 3
 
 
 # Functions whose own backward is the derivative of their forward, written out: the graph's gradient is the same.
@@ -116,3 +126,48 @@ def refuse_shared_updates(layers: LayerSequence) -> None:
                 f"buffer {name} is changed in forward and used in several layers ({where}); put them into one layer: "
                 "one module around them, or cut=[...] with a name outside them"
             )
+
+
+@contextmanager
+def without_graph_dumps() -> Iterator[None]:
+    """Keep torch from logging and printing the whole graph so far where it meets a value that depends on the data.
+
+    What else is written to stderr meanwhile is written at the end.
+    """
+    log, heard, dump = logging.getLogger("torch.fx.experimental.symbolic_shapes"), io.StringIO(), ""
+    before = log.level
+    log.setLevel(max(before, logging.ERROR))
+    try:
+        with redirect_stderr(heard):
+            yield
+    except Exception as error:
+        dump = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        raise
+    finally:
+        log.setLevel(before)
+        sys.stderr.write(heard.getvalue().replace(dump, "") if dump.strip() else heard.getvalue())
+
+
+def not_exportable(model: nn.Module, error: Exception) -> DecomposeError:
+    """The user's line, why it stops torch.export, and the cure; all that torch has to say is for the cause."""
+    torch_folder, ours = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((torch_folder, ours))
+    ]
+    where = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        reason = "what Python does there depends on values of tensors, which a graph cannot follow"
+        cure = (
+            "Write it with an operation whose result has a fixed size: a mask (torch.where, ignore_index for a loss), "
+            "a fixed capacity per expert; or pass"
+        )
+    else:
+        first = str(error).strip().split("\n\n")[0].splitlines()[:_MOST_REASON_LINES]
+        reason = f"{type(error).__name__}: " + "\n  ".join(first)
+        cure = "Change that line, or pass"
+    return DecomposeError(
+        f"{type(model).__name__} cannot be captured as a graph{where}\n  {reason}\n{cure} layers=[...]: a list of "
+        "modules that are run in sequence, which need no capture."
+    )

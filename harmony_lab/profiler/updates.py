@@ -1,4 +1,5 @@
-"""What updating each layer costs on the host, in bytes of optimizer state and in seconds: measured on stand-ins."""
+"""What updating each layer costs, in bytes of optimizer state and temporaries and in seconds on the host: measured on
+stand-ins."""
 
 import inspect
 import statistics
@@ -10,6 +11,7 @@ import torch
 
 from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import LayerSequence, StateSpec
+from harmony_lab.runtime.memory import MemoryTracker
 
 __all__ = ["TimedSteps", "UpdateClock", "UpdateCost", "UpdateCosts", "Updated", "spread_of"]
 
@@ -20,11 +22,12 @@ Updated = tuple[int, StateSpec]  # (number of the parameter group, parameter)
 
 
 class UpdateCost(NamedTuple):
-    """``spread``: as in ``Cost``."""
+    """``spread``: as in ``Cost``.  ``workspace_bytes``: as in ``LayerCost``."""
 
     state_bytes: int
     seconds: float
     spread: float | None = None
+    workspace_bytes: int | None = None
 
 
 class UpdateClock(Protocol):
@@ -66,17 +69,26 @@ class UpdateCosts:
     """Asks the user's class of optimizer, with the user's hyperparameters, on parameters of the layers' shapes.
 
     The user's own optimizer and parameters are only read.  Layers whose parameters are alike are asked once.
+    ``on_gpu``: temporaries are those of a GPU, where torch steps parameters together unless told otherwise.
     """
 
-    def __init__(self, layers: LayerSequence, optimizer: torch.optim.Optimizer | None, clock: UpdateClock) -> None:
+    def __init__(
+        self,
+        layers: LayerSequence,
+        optimizer: torch.optim.Optimizer | None,
+        clock: UpdateClock,
+        *,
+        on_gpu: bool = False,
+    ) -> None:
         self._layers = layers
         self._optimizer = optimizer
         self._clock = clock
+        self._on_gpu = on_gpu
         self._groups: dict[int, int] = {}  # number of the parameter group, by the parameter's identity
         if optimizer is not None:
             for number, group in enumerate(optimizer.param_groups):
                 self._groups.update((id(parameter), number) for parameter in group["params"])
-        self._known: dict[tuple[Any, ...], UpdateCost] = {(): UpdateCost(0, 0.0)}
+        self._known: dict[tuple[Any, ...], UpdateCost] = {(): UpdateCost(0, 0.0, None, 0)}
 
     def updated_by(self, index: int) -> list[Updated]:
         """What layer ``index`` updates: its trainable parameters that no earlier layer shares."""
@@ -118,7 +130,30 @@ class UpdateCosts:
         else:
             state_bytes = sum(numel * item_bytes for size in sizes for numel, item_bytes in size)
         stand_in_bytes = max(1, sum(tensor.nbytes for tensor in stand_ins))
-        return UpdateCost(state_bytes, seconds * total_bytes / stand_in_bytes, spread)
+        workspace_bytes = -(-self._temporaries(groups, stand_ins) * total_bytes // stand_in_bytes)
+        return UpdateCost(state_bytes, seconds * total_bytes / stand_in_bytes, spread, workspace_bytes)
+
+    def _temporaries(self, groups: Sequence[int], stand_ins: Sequence[torch.Tensor]) -> int:
+        """The most that a step allocates at once, but for state."""
+        optimizer = self._rebuild(groups, stand_ins)
+        for group in optimizer.param_groups:
+            is_open = group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable")
+            if self._on_gpu and is_open:
+                group["foreach"] = True
+        self._step(optimizer)  # makes the state
+        alive = [0, 0]  # now and at most
+
+        def allocated(num_bytes: int) -> None:
+            alive[0] += num_bytes
+            alive[1] = max(alive)
+
+        def released(num_bytes: int) -> None:
+            alive[0] -= num_bytes
+
+        tracker = MemoryTracker(allocated, released)
+        with tracker:
+            self._step(optimizer)
+        return alive[1]
 
     def _rebuild(self, groups: Sequence[int], stand_ins: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         assert self._optimizer is not None

@@ -92,7 +92,10 @@ class BlockMemory:
             flat = self._flat[index] = Flat(memory, layout.views(memory))
             if block.kind is TensorKind.WEIGHT:
                 for name, view in flat.views.items():
-                    view.requires_grad_(self._layers.state[name].trainable)
+                    spec = self._layers.state[name]
+                    view.requires_grad_(spec.trainable)
+                    if spec.shadow and spec.trainable:
+                        view.grad_dtype = None  # that of the GRADIENT block, which is of the master's type
         return flat
 
     def values(self, index: int, like: Shapes) -> Values:

@@ -45,6 +45,7 @@ class Executor:
         self._workers.prepare(waits.queues)
         memory = training.memory.of(program)
         memory.prepare()
+        training.places.settle(program)
         step = Step(program, memory, training, minibatch, updates)
         backend.begin()
         chaos = None if self._chaos_seed is None else f"{self._chaos_seed}/{minibatch.seed}"
@@ -87,9 +88,17 @@ def _require_runnable(program: Program) -> None:
     saved = blocks.kind == TENSOR_CODES[TensorKind.SAVED]
     moved = np.zeros(len(saved), dtype=np.bool_)
     moved[ops.reads[np.repeat(swapped, np.diff(ops.reads_end, prepend=0))]] = True
+    state = blocks.kind == TENSOR_CODES[TensorKind.OPTIMIZER]
+    stays = np.zeros(len(saved), dtype=np.bool_)
+    stays[list(program.resident)] = True
+    updates = (ops.kind == OP_CODES[OpKind.UPDATE]) & (ops.device != HOST)
+    changed = np.zeros(len(saved), dtype=np.bool_)
+    changed[ops.reads[np.repeat(updates, np.diff(ops.reads_end, prepend=0))]] = True
+    changed &= blocks.kind == TENSOR_CODES[TensorKind.WEIGHT]
     lacking = {
-        "blocks that stay on a device from one iteration to the next": bool(program.resident),
-        "the optimizer on a device": bool(((ops.kind == OP_CODES[OpKind.UPDATE]) & (ops.device != HOST)).any()),
+        "blocks but the optimizer's state that stay on a device between iterations": bool((stays & ~state).any()),
+        "the optimizer's state moved to a device and back": bool((state & ~stays).any()),
+        "weights updated on a device that do not go to the host": bool((changed & ~moved).any()),
         "what forward saves for backward moved to the host": bool((saved & moved).any()),
     }
     if any(lacking.values()):

@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from harmony_lab.layers import LayerSequence
 from harmony_lab.program import TensorKind
 from harmony_lab.runtime.arena import Arena
 from harmony_lab.runtime.layout import Layout, Layouts
+from harmony_lab.runtime.shadows import Shadows
 from harmony_lab.units import format_bytes
 
 __all__ = ["HostStore", "PackReader"]
@@ -23,9 +25,9 @@ _SHOWN_NAMES = 8
 
 
 class _Run(NamedTuple):
-    """Bytes that lie next to each other both in the arena and in a pack's block."""
+    """Bytes that lie next to each other both in the host's memory and in a pack's block."""
 
-    arena_offset: int
+    host_offset: int
     block_offset: int
     num_bytes: int
 
@@ -36,6 +38,7 @@ class HostStore:
 
     So ``model.state_dict()`` is always current.  Each parameter has a storage of its own over its part of the arena, so
     what is saved of a model, whole or in part, is no larger than in plain PyTorch.  Buffers stay where they are.
+    Where devices get parameters in another type, ``shadows`` beside the arena are what packs are read from.
     ``close`` gives the parameters memory of their own again.  Both ways take the memory of one more parameter at a
     time, where the system takes parts of the arena back (Linux).
     """
@@ -43,10 +46,12 @@ class HostStore:
     def __init__(self, layers: LayerSequence, layouts: Layouts, *, pin: bool = False) -> None:
         self._layers = layers
         self._pinned = False
-        self.whole = layouts.of(TensorKind.WEIGHT, (0, len(layers)))
+        self.whole = layouts.masters()
+        self.moving = layouts.of(TensorKind.WEIGHT, (0, len(layers)))
         _refuse_off_host(layers)
         _refuse_overlaps((piece.name, layers.tensors[piece.name]) for piece in self.whole.pieces)
         _refuse_changed_training(layers)
+        _refuse_changed_modes(layers)
         self.arena = Arena(self.whole.num_bytes)
         with torch.no_grad():
             for piece in self.whole.pieces:
@@ -54,11 +59,26 @@ class HostStore:
                 place = self.arena.tensor(piece.offset, piece.shape, piece.dtype)
                 place.copy_(parameter)
                 parameter.data = place
+        self.shadows = Shadows(layers.tensors, self.moving) if self.moving != self.whole else None
         if pin and self.whole.num_bytes:
             self._pin()
 
+    @property
+    def memory(self) -> Tensor:
+        """What packs are read from, as flat bytes laid out as ``moving`` says."""
+        return self.arena.memory if self.shadows is None else self.shadows.memory
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the parameters and their shadows."""
+        return self.arena.num_bytes + (0 if self.shadows is None else self.shadows.memory.nbytes)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """While packs are read: they have what the parameters hold when this begins."""
+        return nullcontext() if self.shadows is None else self.shadows.renewing()
+
     def _pin(self) -> None:
-        cudart, memory = torch.cuda.cudart(), self.arena.memory  # type: ignore[no-untyped-call]
+        cudart, memory = torch.cuda.cudart(), self.memory  # type: ignore[no-untyped-call]
         self._pinned = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
         if not self._pinned:
             _log.warning(
@@ -85,8 +105,11 @@ class HostStore:
     def close(self) -> None:
         """Give each parameter that still lies in the arena memory of its own; may be called again."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.arena.memory.data_ptr())  # type: ignore[no-untyped-call]
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
             self._pinned = False
+        if self.shadows is not None:
+            self.shadows.close()
+            self.shadows = None
         for piece in self.whole.pieces:
             parameter = self._layers.tensors[piece.name]
             if self.arena.holds(parameter, piece.offset):
@@ -94,7 +117,7 @@ class HostStore:
                 parameter.data = parameter.detach().clone()
                 if before() is None:  # else somebody still reads it, such as a state_dict taken while training
                     self.arena.give_back(piece.offset, piece.num_bytes)
-        self.whole = Layout(pieces=())
+        self.whole = self.moving = Layout(pieces=())
         self.arena = Arena(0)
 
 
@@ -108,12 +131,17 @@ class PackReader:
         self._runs: dict[tuple[int, int], list[_Run]] = {}
 
     def parts_of(self, pack: tuple[int, int]) -> list[tuple[Tensor, int]]:
-        """The parameters of layers [start, stop): flat parts of the arena, each with its offset in the pack's block."""
+        """The parameters of layers [start, stop), as devices get them: flat parts of host memory, each with its offset
+        in the pack's block.  Called while the store is ``reading``.
+        """
+        layout = self._layouts.of(TensorKind.WEIGHT, pack)
         runs = self._runs.get(pack)
         if runs is None:
-            runs = self._runs[pack] = _runs(self._store.whole, self._layouts.of(TensorKind.WEIGHT, pack))
-        memory = self._store.arena.memory
-        return [(memory[run.arena_offset : run.arena_offset + run.num_bytes], run.block_offset) for run in runs]
+            runs = self._runs[pack] = _runs(self._store.moving, layout)
+        if self._store.shadows is not None:
+            self._store.shadows.wait_for(layout.by_name)
+        memory = self._store.memory
+        return [(memory[run.host_offset : run.host_offset + run.num_bytes], run.block_offset) for run in runs]
 
     def buffers_of(self, pack: tuple[int, int]) -> Tensor:
         """A flat copy of the present buffers of layers [start, stop)."""
@@ -127,12 +155,12 @@ class PackReader:
 def _runs(whole: Layout, pack: Layout) -> list[_Run]:
     runs: list[_Run] = []
     for piece in pack.pieces:
-        arena_offset, num_bytes = whole.by_name[piece.name].offset, piece.stop - piece.offset
+        host_offset, num_bytes = whole.by_name[piece.name].offset, piece.stop - piece.offset
         last = runs[-1] if runs else None
-        if last is not None and last.arena_offset + last.num_bytes == arena_offset:
+        if last is not None and last.host_offset + last.num_bytes == host_offset:
             runs[-1] = last._replace(num_bytes=last.num_bytes + num_bytes)
         else:
-            runs.append(_Run(arena_offset, piece.offset, num_bytes))
+            runs.append(_Run(host_offset, piece.offset, num_bytes))
     return runs
 
 
@@ -156,6 +184,21 @@ def _refuse_changed_training(layers: LayerSequence) -> None:
         raise HarmonyError(
             f"requires_grad was changed after the model was decomposed: {'; '.join(what)}. What gets a "
             "gradient was settled then: decompose the model again, or make a new Lab"
+        )
+
+
+def _refuse_changed_modes(layers: LayerSequence) -> None:
+    """Layers compute in the mode that their modules were captured in, train or eval, whatever is called later."""
+    changed = [] if layers.recipe is None else layers.recipe.changed_modes()
+    differs = bool(layers.random_ops) or any(layer.updated_buffers for layer in layers.layers)
+    if changed and (differs or not all(was for _, was in changed)):
+        whole = changed[0][0] == type(layers.model).__name__
+        what = "the model was" if whole else f"modules of the model ({_listed([name for name, _ in changed])}) were"
+        now, then = ("eval", "train") if changed[0][1] else ("train", "eval")
+        raise HarmonyError(
+            f"{what} put into {now} mode after the model was decomposed, but layers train as they were captured, in "
+            f"{then} mode: {f'call model.{then}()' if whole else f'put them back into {then} mode'}, or decompose the "
+            f"model again (make a new Lab) to train in {now} mode"
         )
 
 

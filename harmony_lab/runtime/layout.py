@@ -36,12 +36,12 @@ class Layout:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> "Layout":
-        """The layout of these named tensors, in this order."""
+    def of(cls, tensors: Iterable[tuple[str, torch.Size, torch.dtype]]) -> "Layout":
+        """The layout of tensors with these names, shapes and types, in this order."""
         pieces: list[Piece] = []
         offset = 0
-        for name, tensor in tensors:
-            piece = Piece(name, offset, tensor.numel() * tensor.element_size(), tensor.shape, tensor.dtype)
+        for name, shape, dtype in tensors:
+            piece = Piece(name, offset, shape.numel() * dtype.itemsize, shape, dtype)
             pieces.append(piece)
             offset = piece.stop
         return cls(pieces=tuple(pieces))
@@ -96,9 +96,20 @@ class Layouts:
         layout = self._made.get((kind, pack))
         if layout is None:
             layout = self._made[kind, pack] = Layout.of(
-                (name, self._layers.tensors[name]) for name in self._names(kind, pack)
+                (name, self._layers.tensors[name].shape, self._dtype(kind, name)) for name in self._names(kind, pack)
             )
         return layout
+
+    def masters(self) -> Layout:
+        """The layout of all parameters as the model has them: what devices get may be of other types."""
+        tensors, names = self._layers.tensors, self._names(TensorKind.WEIGHT, (0, len(self._layers)))
+        return Layout.of((name, tensors[name].shape, tensors[name].dtype) for name in names)
+
+    def _dtype(self, kind: TensorKind, name: str) -> torch.dtype:
+        """A gradient has the type of the model's own parameter."""
+        shadow = self._layers.state[name].shadow if kind is TensorKind.WEIGHT else ""
+        dtype: torch.dtype = getattr(torch, shadow) if shadow else self._layers.tensors[name].dtype
+        return dtype
 
     def _names(self, kind: TensorKind, pack: tuple[int, int]) -> Sequence[str]:
         match kind:

@@ -86,7 +86,7 @@ def _assemble(index: int, op: Op, program: Program, layers: LayerSequence, block
 
 
 def swap_out(
-    op: Op, program: Program, blocks: Blocks, layouts: Layouts
+    op: Op, program: Program, blocks: Blocks, layouts: Layouts, store: PackReader
 ) -> tuple[list[Copy], dict[tuple[int, int], Mapping[str, Tensor]]]:
     """Allocates the host blocks that the op writes.  Also returns host tensors of the buffers it moves, by pack."""
     copies = []
@@ -99,6 +99,9 @@ def swap_out(
             staging = torch.empty_like(memory, device="cpu")
             buffers[block.layers] = layouts.of(block.kind, block.layers).views(staging)
             pairs = [(staging, memory)]
+        elif block.kind is TensorKind.WEIGHT:
+            memory = blocks.flat(index).memory
+            pairs = [(part, memory[at : at + part.nbytes]) for part, at in store.parts_of(block.layers)]
         else:
             pairs = _duplicate(index, next(destinations), op, program, blocks)
         copies.append(Copy(op.device, HOST, block.kind, pairs))

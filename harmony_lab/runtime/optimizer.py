@@ -1,7 +1,9 @@
 """PackOptimizer: the user's own torch.optim optimizer, stepping a part of its parameters at a time."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.runtime.separable import steps_parameters_together
 
-__all__ = ["PackOptimizer"]
+__all__ = ["PackOptimizer", "move_state", "only_on_host"]
 
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times per step, over all parameters together",
@@ -45,17 +47,18 @@ class PackOptimizer:
             )
         self._optimizer = optimizer
         self._layers = layers
+        self._groups = _numbered_groups(optimizer)
 
     @property
     def state_bytes(self) -> int:
         """Of the optimizer's state for the model's parameters, by now."""
-        states = (self._optimizer.state.get(self._layers.tensors[name], {}) for name in self._layers.state)
-        return sum(getattr(value, "nbytes", 0) for state in states for value in state.values())
+        return self.state_bytes_of((0, len(self._layers)))
 
     def begin(self) -> None:
         """Before a step: forget gradients that are left over, as ``optimizer.zero_grad()`` does."""
         _refuse_hooks(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
+        self._groups = _numbered_groups(self._optimizer)
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Update the parameters of these names."""
@@ -67,6 +70,134 @@ class PackOptimizer:
         finally:
             for parameter in parameters:
                 parameter.grad = None
+
+    def step_on_device(self, tensors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Update weights that are on a device: (weights, gradient) by name of the parameter, whose state is there.
+
+        Beside ``step``, and this for others, at once: what is stepped are not the user's parameters but the device's
+        weights, by an optimizer of the user's class with the user's hyperparameters, over the same state.
+        """
+        known = {name: pair for name, pair in tensors.items() if id(self._layers.tensors[name]) in self._groups}
+        if not known:
+            return
+        twin = self._twin({name: weights for name, (weights, _) in known.items()})
+        try:
+            for weights, gradient in known.values():
+                weights.grad = gradient
+            twin.step()
+        finally:
+            for name, (weights, _) in known.items():
+                weights.grad = None
+                if weights in twin.state:
+                    self._optimizer.state[self._layers.tensors[name]] = twin.state[weights]
+
+    def _twin(self, weights: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        """The user's optimizer as it is now, over these tensors instead of the parameters of these names."""
+        optimizer = self._optimizer
+        twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+        vars(twin).update(vars(optimizer))
+        vars(twin).pop("step", None)  # what a learning rate scheduler has put around the user's
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        members: dict[int, list[Tensor]] = {}
+        for name, tensor in weights.items():
+            parameter = self._layers.tensors[name]
+            members.setdefault(self._groups[id(parameter)], []).append(tensor)
+            if parameter in optimizer.state:
+                state[tensor] = optimizer.state[parameter]
+        twin.state = state
+        twin.param_groups = [
+            {**optimizer.param_groups[number], "params": tensors} for number, tensors in sorted(members.items())
+        ]
+        return twin
+
+    def tell_scheduler(self) -> None:
+        """After a step in which devices updated everything: schedulers ask whether ``step()`` of the user's optimizer
+        was called.  Without gradients it does nothing."""
+        if hasattr(self._optimizer.step, "_wrapped_by_lr_sched") and not getattr(self._optimizer, "_opt_called", False):
+            self._optimizer.step()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_of(self, layers: tuple[int, int]) -> list[Tensor]:
+        """The tensors of the state of what these layers update, those that there are."""
+        states = [self._optimizer.state.get(parameter) for parameter in self._updated_by(layers)]
+        return list(_tensors(states))
+
+    def state_bytes_of(self, layers: tuple[int, int]) -> int:
+        return sum(tensor.nbytes for tensor in self.state_of(layers))
+
+    def has_state(self, layers: tuple[int, int]) -> bool:
+        """Whether all that these layers update has been updated before."""
+        return all(parameter in self._optimizer.state for parameter in self._updated_by(layers))
+
+    def move_state(self, layers: tuple[int, int], device: torch.device) -> None:
+        """Bring the state of what these layers update to where ``device`` says."""
+        for parameter in self._updated_by(layers):
+            group = self._optimizer.param_groups[self._groups[id(parameter)]]
+            move_state(self._optimizer, group, parameter, device)
+
+    def _updated_by(self, layers: tuple[int, int]) -> list[Tensor]:
+        """The trainable parameters whose first layer is among these, of those that the optimizer has."""
+        state = self._layers.state
+        names = [name for name in self._layers.parameters_of(*layers) if state[name].trainable]
+        own = [self._layers.tensors[name] for name in names if state[name].layers[0] >= layers[0]]
+        return [parameter for parameter in own if id(parameter) in self._groups]
+
+
+def _numbered_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The number of each parameter's group, by the parameter's identity."""
+    groups = enumerate(optimizer.param_groups)
+    return {id(parameter): number for number, group in groups for parameter in group["params"]}
+
+
+def move_state(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor, device: torch.device
+) -> None:
+    """Bring the optimizer's state of a parameter of that group to a device, or to the host.
+
+    What steps keep on the host whatever the parameter's device, such as their number, is left there.
+    """
+    goes_along = device.type == "cpu" or group.get("fused") or group.get("capturable")
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device) if value.dim() or goes_along else value
+        if isinstance(value, dict):
+            return {key: moved(item) for key, item in value.items()}
+        return type(value)(map(moved, value)) if type(value) in (list, tuple) else value
+
+    state = optimizer.state.get(parameter)
+    if state and any(tensor.device != device for tensor in _tensors(state)):
+        state.update(moved(dict(state)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def only_on_host(optimizer: torch.optim.Optimizer) -> str:
+    """Why devices cannot update with that optimizer: it knows the parameters themselves; empty where they can."""
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and _holds(value, parameters):
+            return (
+                f"{type(optimizer).__name__} keeps parameters, or another optimizer over them, in its attribute "
+                f"{name!r}, so that it can only step the parameters themselves, which are on the host"
+            )
+    return ""
+
+
+def _holds(value: object, parameters: set[int], depth: int = 3) -> bool:
+    if isinstance(value, torch.optim.Optimizer) or id(value) in parameters:
+        return True
+    if not depth or not isinstance(value, Mapping | list | tuple | set):
+        return False
+    inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    return any(_holds(item, parameters, depth - 1) for item in inner)
 
 
 def _refuse_other_models(optimizer: torch.optim.Optimizer, layers: LayerSequence) -> None:

@@ -11,8 +11,8 @@ __all__ = ["updating_after"]
 def updating_after(program: Program, *, all_gradients: bool = False, all_losses: bool = False) -> Program:
     """The same program, in which the first update waits until all gradients, or all losses, are on the host.
 
-    Updates run one after the other, so the others wait with the first.  Raises ``ProgramError`` where a gradient leaves
-    its device only after an update, as under just-in-time updates.
+    Updates of one stream run one after the other, so the others wait with its first.  Raises ``ProgramError`` where a
+    gradient leaves its device only after an update, as under just-in-time updates.
     """
     updates = [number for number, op in enumerate(program.ops) if op.kind is OpKind.UPDATE]
     if not updates or not (all_gradients or all_losses):
@@ -38,6 +38,7 @@ def updating_after(program: Program, *, all_gradients: bool = False, all_losses:
                 for number in late[:3]
             ],
         )
-    first = program.ops[updates[0]]
-    waiting = first._replace(after=tuple(sorted({*first.after, *writers})))
-    return replace(program, ops=(*program.ops[: updates[0]], waiting, *program.ops[updates[0] + 1 :]))
+    ops = list(program.ops)
+    for number in {(ops[number].device, ops[number].stream): number for number in reversed(updates)}.values():
+        ops[number] = ops[number]._replace(after=tuple(sorted({*ops[number].after, *writers})))
+    return replace(program, ops=tuple(ops))

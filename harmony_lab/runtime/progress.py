@@ -10,35 +10,42 @@ _Layers = tuple[int, int]
 
 
 class UpdateProgress:
-    """Written by the thread that updates, read by any."""
+    """Written by the threads that update, read by any."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._done: list[_Layers] = []
-        self._under_way: _Layers | None = None
+        self._under_way: list[_Layers] = []
 
     @contextmanager
     def updating(self, layers: _Layers) -> Iterator[None]:
         """The weights of layers [start, stop) change in here; after an error they count as half done."""
-        with self._lock:
-            self._under_way = layers
+        self.begin(layers)
         yield
+        self.end(layers)
+
+    def begin(self, layers: _Layers) -> None:
         with self._lock:
-            self._under_way = None
+            self._under_way.append(layers)
+
+    def end(self, layers: _Layers) -> None:
+        """The weights on the host are the updated ones."""
+        with self._lock:
+            self._under_way.remove(layers)
             self._done.append(layers)
 
     @property
     def any(self) -> bool:
         with self._lock:
-            return bool(self._done) or self._under_way is not None
+            return bool(self._done or self._under_way)
 
     def __str__(self) -> str:
         with self._lock:
-            done, half = list(self._done), self._under_way
-        if not done and half is None:
+            done, half = list(self._done), sorted(self._under_way)
+        if not done and not half:
             return "No weights were updated: training can go on from where it was."
         names = ", ".join(f"{start}:{stop}" for start, stop in done) or "none"
         text = f"Weights of these layers were already updated in this step: {names}."
-        if half is not None:
-            text += f" The update of layers {half[0]}:{half[1]} may be incomplete."
+        if half:
+            text += f" The update of layers {', '.join(f'{start}:{stop}' for start, stop in half)} may be incomplete."
         return f"{text} Others were not."

@@ -25,6 +25,7 @@ from harmony_lab.runtime.layout import Layouts
 from harmony_lab.runtime.ledger import Ledger
 from harmony_lab.runtime.losses import combined_totals, weight_of
 from harmony_lab.runtime.optimizer import PackOptimizer
+from harmony_lab.runtime.optimizer_places import OptimizerPlaces
 from harmony_lab.runtime.step import Minibatch, Training
 from harmony_lab.runtime.updates import GradientObserver, Updates
 from harmony_lab.trace import Trace
@@ -45,13 +46,14 @@ class Evaluation(NamedTuple):
 class Runner:
     """Trains the user's own parameters with the user's own optimizer.  Close it, or use it as a context manager.
 
-    ``lower(minibatch_size)`` gives the program for a minibatch of that size; it is asked once per size.  ``seed`` and
-    the number of the step decide random masks (``step_seed``); ``first_step``: that of the first, for training that
-    goes on.  ``chaos_seed``: see ``Executor``; then every allocation of every step is counted and freed memory
-    is poisoned.  ``max_grad_norm``, ``observe``: see ``Updates``.  ``stop_on_nan``: see ``Losses``; before any update
-    if programs have the edges that ``ordering.updating_after`` adds.  ``evaluation`` is
-    asked once, when a batch is first evaluated.  ``timed``: see ``EmulatedBackend``.  May be used from
-    any thread, one step at a time, and after an error.
+    ``lower(minibatch_size)`` gives the program for a minibatch of that size; it is asked once per size.
+    ``lower_for_several``: the same for minibatches that make one step with others, whose gradients meet on the host.
+    ``seed`` and the number of the step decide random masks (``step_seed``); ``first_step``: that of the first, for
+    training that goes on.  ``chaos_seed``: see ``Executor``; then every allocation of every step is counted and freed
+    memory is poisoned.  ``max_grad_norm``, ``observe``: see ``Updates``.  ``stop_on_nan``: see ``Losses``; before any
+    update if programs have the edges that ``ordering.updating_after`` adds.  ``evaluation`` is asked once, when a batch
+    is first evaluated.  ``timed``: see ``EmulatedBackend``.  May be used from any thread, one step at a time, and after
+    an error.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Runner:
         stop_on_nan: bool = False,
         evaluation: Callable[[], Evaluation] | None = None,
         observe: GradientObserver | None = None,
+        lower_for_several: Callable[[int], Program] | None = None,
         timed: bool = True,
     ) -> None:
         self.step_count = first_step
@@ -76,6 +79,7 @@ class Runner:
         self._block_bytes = 0  # on the host, in the last step: gradients, those added up, the stash
         self._layers = layers
         self._programs = _Programs(layers, lower)
+        self._of_several = _Programs(layers, lower_for_several or lower)
         self._seed = seed
         self._max_grad_norm = max_grad_norm
         self._stop_on_nan = stop_on_nan
@@ -89,15 +93,18 @@ class Runner:
         backend = _backend(machine, timed=timed, poisons=self._chaos)
         layouts = Layouts(layers)
         self._store = HostStore(layers, layouts, pin=backend.pins_host_memory)
+        ledgers = [Ledger(device.name, device.memory_bytes) for device in machine.devices]
+        self._places = OptimizerPlaces(self._optimizer, backend, ledgers)
         self._training = Training(
             layers=layers,
             layouts=layouts,
             backend=backend,
-            ledgers=[Ledger(device.name, device.memory_bytes) for device in machine.devices],
+            ledgers=ledgers,
             host=Ledger("host", sys.maxsize),  # only counted: what there is was asked for before
             state=self._store.reader(layers, layouts),
             usages=Usages(always=self._chaos),
             memory=BlockMemories(layers, layouts, DeviceMemory(backend, shared=not self._chaos)),
+            places=self._places,
         )
         self._executor = Executor(backend, machine, chaos_seed=chaos_seed)
 
@@ -117,12 +124,14 @@ class Runner:
             self._optimizer.begin()
             before = {name: self._layers.tensors[name].clone() for name in _updated(self._layers) if len(batches) > 1}
             try:
-                loss = self._train(minibatches, updates)
+                with self._store.reading():
+                    loss = self._train(minibatches, updates)
             except BaseException:
                 with torch.no_grad():
                     for name, value in before.items():
                         self._layers.tensors[name].copy_(value)
                 raise
+            self._optimizer.tell_scheduler()
             self.last_norm = updates.norm
             self.step_count += 1
             return loss
@@ -133,7 +142,8 @@ class Runner:
         for number, minibatch in enumerate(minibatches):
             updates.last = number + 1 == len(minibatches)
             waiting_bytes = updates.sum_bytes
-            program = self._programs.of(minibatch.sizes["batch"])
+            programs = self._programs if len(minibatches) == 1 else self._of_several
+            program = programs.of(minibatch.sizes["batch"])
             loss, self.last_trace = self._executor.run(program, self._training, minibatch, updates)
             peak_bytes = self._training.host.timeline().peak_bytes + max(waiting_bytes, updates.sum_bytes)
             self._block_bytes = max(self._block_bytes, peak_bytes)
@@ -150,7 +160,8 @@ class Runner:
             training, programs = self._evaluating
             tensors, sizes = _flattened(training.layers, batch)
             minibatch = Minibatch(tensors=tensors, sizes=sizes, seed=step_seed(self._seed, self.step_count))
-            loss, self.last_trace = self._executor.run(programs.of(sizes["batch"]), training, minibatch, None)
+            with self._store.reading():
+                loss, self.last_trace = self._executor.run(programs.of(sizes["batch"]), training, minibatch, None)
             return loss
 
     def _prepared(self, layers: LayerSequence, lower: Callable[[int], Program]) -> "tuple[Training, _Programs]":
@@ -169,21 +180,26 @@ class Runner:
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
-        """Bytes alive on each device now; zero between steps."""
+        """Bytes alive on each device now; between steps those of optimizer state that stays there."""
         return tuple(ledger.alive_bytes for ledger in self._training.ledgers)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of parameters and optimizer state on the host, and the most that blocks took in the last step."""
-        return self._store.arena.num_bytes + self._optimizer.state_bytes + self._block_bytes
+        """Bytes on the host: parameters, their shadows, optimizer state, and the most that blocks took in the last
+        step."""
+        return self._store.num_bytes + self._optimizer.state_bytes - self._places.num_bytes + self._block_bytes
 
     def close(self) -> None:
-        """Join the threads and give the parameters storage of their own again; may be called again."""
+        """Join the threads, bring the optimizer's state to the host and give the parameters storage of their own again;
+        may be called again."""
         with self._one_at_a_time:
             if not self._closed:
                 self._closed = True
-                self._executor.close()
-                self._store.close()
+                try:
+                    self._places.settle(None)
+                finally:
+                    self._executor.close()
+                    self._store.close()
 
     def __enter__(self) -> "Runner":
         return self

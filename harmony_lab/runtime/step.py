@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from harmony_lab.layers import LayerCall, LayerSequence
+from harmony_lab.machine import HOST
 from harmony_lab.program import Op, OpKind, Program, TensorKind
 from harmony_lab.runtime import moves
 from harmony_lab.runtime.backend import Backend, Copy
@@ -21,6 +22,7 @@ from harmony_lab.runtime.host import PackReader
 from harmony_lab.runtime.layout import Layouts
 from harmony_lab.runtime.ledger import Ledger
 from harmony_lab.runtime.losses import Losses
+from harmony_lab.runtime.optimizer_places import OptimizerPlaces
 from harmony_lab.runtime.updates import Updates
 
 __all__ = ["Minibatch", "Step", "Training"]
@@ -39,6 +41,7 @@ class Training:
     state: PackReader
     usages: Usages
     memory: BlockMemories
+    places: OptimizerPlaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,10 @@ class Step:
             total_weight=minibatch.total_weight,
             stop_on_nan=minibatch.stop_on_nan,
         )
+        self._places = training.places
         self._moved: dict[int, list[tuple[int, int, TensorKind, int]]] = {}
+        for block in program.resident:
+            self._blocks.reserve(block)
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
@@ -103,7 +109,10 @@ class Step:
                     self._backward(op)
                 case OpKind.UPDATE:
                     assert self._updates is not None, f"{op}: nothing to update with"
-                    self._updates.perform(op, self._program, self._blocks)
+                    if op.device == HOST:
+                        self._updates.perform(op, self._program, self._blocks)
+                    else:
+                        self._update_on_device(op, self._updates)
                 case OpKind.ALL_REDUCE:
                     self._reduce(index, op)
                 case OpKind.SWAP_IN:
@@ -231,6 +240,20 @@ class Step:
         block = self._one_of(op.reads, TensorKind.GRADIENT)
         return {} if block is None else self._blocks.flat(block).views
 
+    def _update_on_device(self, op: Op, updates: Updates) -> None:
+        weights = self._state(op, TensorKind.WEIGHT)
+        (block,) = self._of(op.reads, TensorKind.GRADIENT)
+        gradients = self._blocks.flat(block).views
+        self._reserve(op)
+        key = (op.kind, op.layers, op.device)
+        makes_state = not self._places.is_complete(op)
+        usage = None if makes_state else self._usages.get(key)
+        memory = ComputeMemory(self._ledgers[op.device], op, key, usage, usage.peak_bytes if usage else 0)
+        with self._places.updating(op, memory):
+            updates.perform_on_device(op, weights, gradients)
+        if not makes_state:
+            self._usages.put(key, Usage(peak_bytes=memory.peak_bytes), memory)
+
     def _call(self, op: Op) -> LayerCall:
         first = self._minibatch.first_sample
         return LayerCall(
@@ -248,8 +271,10 @@ class Step:
         self._moved[index] = [(source, to, TensorKind.GRADIENT, num_bytes) for source, to, num_bytes in moved]
 
     def _swap_out(self, index: int, op: Op) -> None:
-        copies, buffers = moves.swap_out(op, self._program, self._blocks, self._layouts)
+        copies, buffers = moves.swap_out(op, self._program, self._blocks, self._layouts, self._state_on_host)
         self._transfer(index, copies)
+        if self._updates is not None and self._of(op.reads, TensorKind.WEIGHT):
+            self._updates.returned(op)
         for pack, views in buffers.items():
             self._buffers.add(op.device, pack, views)
         end = (len(self._layers), len(self._layers))

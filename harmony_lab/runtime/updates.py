@@ -1,4 +1,4 @@
-"""Updates: the host's part of a step, from the gradients that arrive to the optimizer."""
+"""Updates: a step's use of the optimizer, on the gradients that arrive on the host or that devices have."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -69,6 +69,26 @@ class Updates:
             self._observe(gradients)
         with self.progress.updating(op.layers):
             self._optimizer.step(gradients)
+
+    def perform_on_device(self, op: Op, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        """Step the device's weights of the parameters whose first layer is among the op's, layer by layer.
+
+        They count as half done until they are on the host again (``returned``).
+        """
+        assert self.last, "gradients that wait for those of other minibatches are on the host"
+        assert self._max_grad_norm is None, "gradients that wait for the norm of all are on the host"
+        state = self._layers.state
+        names = self._owned(op)
+        if self._observe is not None:
+            self._observe({name: gradients[name].to("cpu") for name in names})
+        self.progress.begin(op.layers)
+        for layer in range(*op.layers):
+            own = [name for name in names if state[name].layers[0] == layer]
+            self._optimizer.step_on_device({name: (weights[name], gradients[name]) for name in own})
+
+    def returned(self, op: Op) -> None:
+        """The weights that a device updated are on the host."""
+        self.progress.end(op.layers)
 
     def _clipped(self, op: Op, program: Program, blocks: Blocks, max_norm: float) -> dict[str, Tensor]:
         if self._complete is None:

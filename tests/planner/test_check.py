@@ -26,6 +26,8 @@ MESSAGES = {
     "free": r"op (\d+) .* may free block %(\d+) .* while op (\d+) .* still uses it",
     "change": r"op (\d+) .* may read block %(\d+) .* before op (\d+) .* has changed it",
     "update": r"op (\d+) .* may change weights that op (\d+) .* still reads",
+    "lost": r"what op (\d+) .* changes of block %(\d+) .* is lost",
+    "store": r"op (\d+) .* may change in the store what op (\d+) .* still reads",
     "unsent": r"op (\d+) .* must wait for op (\d+) .*, which sends what it receives",
     "budget": r"device (\d+) may need .* of its .* when op (\d+) .* runs \(\d+ ops exceed the budget\)",
 }

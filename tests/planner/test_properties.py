@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from random_settings import Setting, setting
 
 from harmony_lab.machine import HOST
+from harmony_lab.plan import Mode
 from harmony_lab.planner.check import check
 from harmony_lab.planner.lower import lower, lower_forward
 from harmony_lab.program import OpKind, Program, TensorKind
@@ -130,10 +131,11 @@ def test_every_op_that_computes_has_on_its_device_what_its_layers_and_samples_ne
 
 @each(60)
 @given(seed=SEEDS)
-def test_on_the_host_only_losses_stay(seed: int) -> None:
+def test_on_the_host_only_losses_stay_on_devices_only_optimizer_state(seed: int) -> None:
     plan, _, _, program = setting(seed)
-    freed = {block for op in program.ops for block in op.frees}
+    freed = {block for op in program.ops for block in op.frees} | {*program.resident}
     left = [block for number, block in enumerate(program.blocks) if number not in freed]
+    assert {program.blocks[block].kind for block in program.resident} <= {TensorKind.OPTIMIZER}
     assert all(block[:3] == (TensorKind.ACTIVATION, HOST, (plan.num_layers,) * 2) for block in left)
     assert sorted(sample for block in left for sample in range(*block.samples)) == list(range(plan.minibatch_size))
 
@@ -186,6 +188,7 @@ def test_settings_are_of_all_kinds() -> None:
     assert kinds == set(OpKind)
     assert any(each.plan.kept_packs for each in made)
     assert any(each.plan.device_stash for each in made)
+    assert {each.plan.mode for each in made if each.plan.device_updates} == set(Mode)
     assert any(each.plan.resident_packs and not each.plan.mirrored for each in made)
     assert any(each.profile.shared for each in made)
     assert any(max(each.machine.budgets) < random_settings.PLENTY for each in made)

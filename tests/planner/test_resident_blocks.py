@@ -84,3 +84,28 @@ def test_the_runtime_refuses_what_it_does_not_know() -> None:
         executor.run(staying(), None, None, None)
     executor.close()
     assert len(error.value.violations) == 2
+
+
+def test_what_a_device_updates_must_not_be_fetched_by_another_meanwhile() -> None:
+    """Unless that one updates the same layers: then each has a store of its own."""
+    weights, gradients = (
+        Block(TensorKind.WEIGHT, 0, (0, 1), (0, 0), 100),
+        Block(TensorKind.GRADIENT, 0, (0, 1), (0, 0), 100),
+    )
+    blocks = [weights, gradients, weights._replace(device=1)]
+    ops = [
+        Op(OpKind.SWAP_IN, 0, Stream.SWAP_IN, (0, 1), (0, 0), writes=(0,)),
+        Op(OpKind.BACKWARD, 0, Stream.COMPUTE, (0, 1), (0, 1), reads=(0,), writes=(1,), after=(0,)),
+        Op(OpKind.UPDATE, 0, Stream.COMPUTE, (0, 1), (0, 0), reads=(0, 1), frees=(1,)),
+        Op(OpKind.SWAP_OUT, 0, Stream.SWAP_OUT, (0, 1), (0, 0), reads=(0,), frees=(0,), after=(2,)),
+        Op(OpKind.SWAP_IN, 1, Stream.SWAP_IN, (0, 1), (0, 0), writes=(2,), after=(3,)),
+        Op(OpKind.FREE, 1, Stream.MEMORY, (0, 1), (0, 0), frees=(2,), after=(4,)),
+    ]
+    made = Program(minibatch_size=1, num_layers=1, budgets=(300, 300), blocks=blocks, ops=ops)
+    check(made)
+    loose = [*ops[:4], ops[4]._replace(after=()), ops[5]]
+    with pytest.raises(ProgramError, match=r"op 3 .* may change in the store what op 4 .* still reads"):
+        check(replace(made, ops=loose))
+    own = Op(OpKind.UPDATE, 1, Stream.COMPUTE, (0, 1), (0, 0), reads=(2,), after=(4,))
+    out = Op(OpKind.SWAP_OUT, 1, Stream.SWAP_OUT, (0, 1), (0, 0), reads=(2,), frees=(2,), after=(5,))
+    check(replace(made, ops=[*loose[:5], own, out]))

@@ -597,7 +597,7 @@ class Branching(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-def test_model_that_cannot_be_captured_names_the_line_and_the_cure() -> None:
+def test_model_that_cannot_be_captured_names_the_line_and_the_cure(capfd: pytest.CaptureFixture[str]) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -609,6 +609,10 @@ def test_model_that_cannot_be_captured_names_the_line_and_the_cure() -> None:
     with pytest.raises(DecomposeError, match=r"(?s)x \* 2 if x.sum\(\) > 0 else x.*layers=\[") as caught:
         decompose(Outer(), mlp_batch(4), functional.cross_entropy)
     assert "test_decompose.py" in str(caught.value)
+    assert "torch.where" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 4
+    assert caught.value.__cause__ is not None  # torch's own words
+    assert capfd.readouterr().err == ""
 
 
 def branching_sequential() -> nn.Sequential:

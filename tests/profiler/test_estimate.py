@@ -66,7 +66,7 @@ def test_bytes_are_those_that_are_measured(name: str) -> None:
     estimated = estimate(layers, "4090", optimizer, microbatch_sizes=sizes)
     for one, other in zip(measured.layers, estimated.layers, strict=True):
         assert [cost[3:7] for cost in one.costs] == [cost[3:7] for cost in other.costs], one.name
-        same = {"update_s": 0.0, "update_spread": None, "costs": ()}
+        same = {"update_s": 0.0, "update_spread": None, "costs": (), "update_workspace_bytes": None}
         assert replace(one, **same) == replace(other, **same)
     assert measured.boundaries == estimated.boundaries
     assert all(seconds > 0 for item in estimated.layers for cost in item.costs for seconds in cost[:2])

@@ -365,6 +365,19 @@ def test_several_trials_tell_how_far_they_are_apart() -> None:
     assert measured.cost(0, 2).spread == max(cost.spread for cost in measured.layers[0].costs)
     assert measured.layers[0].update_spread is not None
     assert measured.layers[-1].update_spread is None  # updates nothing
+
+
+def test_a_disturbed_measurement_is_readable_and_says_what_to_do() -> None:
+    layers = mlp()
+    measured = profile(layers, MACHINE, adamw(layers), microbatch_sizes=[1, 4], trials=1)
+    steady = tuple(replace(layer, update_spread=0.1) for layer in measured.layers)
+    measured = replace(measured, layers=steady)
+    assert measured.unsteady == ""
+    first = replace(measured.layers[0], update_spread=100.63)
+    disturbed = replace(measured, layers=(first, *measured.layers[1:]))
+    assert f"1 of {len(measured)} layers" in disturbed.unsteady
+    assert "measure(cache=False)" in disturbed._repr_html_()
+    assert "<td>over 100 %</td>" in disturbed._repr_html_()
     assert Profile.from_json(json.loads(json.dumps(measured.to_json()))) == measured
     assert " %" in measured._repr_html_()
 
@@ -646,3 +659,20 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
     layers = mlp()
     with pytest.raises(HarmonyError, match="LBFGS"):
         profile(layers, MACHINE, torch.optim.LBFGS(parameters(layers)))
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True, "maximize": True}])
+def test_temporaries_of_updates_are_those_of_a_step(options: dict[str, bool]) -> None:
+    """Of one parameter after the other, or of all together, as GPUs step them unless told otherwise."""
+    layers = mlp(depth=1, width=40)
+    parameters = [layers.tensors[name].requires_grad_() for name in ("0.weight", "0.bias")]
+    for on_gpu in (False, True):
+        costs = UpdateCosts(layers, torch.optim.AdamW(parameters, **options), Untimed(), on_gpu=on_gpu)
+        together = {"foreach": True} if on_gpu and "fused" not in options else {}
+        plain = torch.optim.AdamW([parameter.detach().clone() for parameter in parameters], **{**together, **options})
+        for parameter in plain.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        plain.step()  # makes the state
+        with PeakOfPlainRun() as real:
+            plain.step()
+        assert costs.of(costs.updated_by(0)).workspace_bytes == real.peak_bytes

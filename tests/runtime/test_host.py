@@ -9,10 +9,11 @@ from itertools import pairwise
 import pytest
 import torch
 from small_layers import build, layer, mlp
-from torch import Tensor
+from torch import Tensor, nn
 
 from harmony_lab.errors import HarmonyError, TrainingError
 from harmony_lab.layers import LayerSequence, padded
+from harmony_lab.profiler.decompose import decompose
 from harmony_lab.program import TensorKind
 from harmony_lab.runtime.arena import Arena
 from harmony_lab.runtime.host import HostStore
@@ -168,3 +169,20 @@ def test_parameters_made_trainable_since_decomposition_are_named() -> None:
     spec = replace(layers.state["0.bias"], trainable=False)
     with pytest.raises(HarmonyError, match=r"'0\.bias' made trainable"):
         opened(replace(layers, state={**layers.state, "0.bias": spec}))
+
+
+@pytest.mark.parametrize("module", [nn.Dropout(0.1), nn.BatchNorm1d(8), nn.Identity()])
+def test_a_model_in_another_mode_than_it_was_captured_in_is_refused(module: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), module)
+    layers = decompose(model, (torch.randn(4, 8), torch.randn(4, 8)), nn.MSELoss())
+    model.eval()
+    if isinstance(module, nn.Identity):  # computes the same in both
+        opened(layers)[0].close()
+        return
+    with pytest.raises(HarmonyError, match=r"the model was put into eval mode .* call model.train\(\)"):
+        opened(layers)
+    model.train()
+    opened(layers)[0].close()
+    module.eval()
+    with pytest.raises(HarmonyError, match=r"\('1'\) were put into eval mode .* put them back into train mode"):
+        opened(layers)

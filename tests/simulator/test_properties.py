@@ -120,9 +120,8 @@ def test_bytes_are_conserved_and_no_link_carries_more_than_it_can(seed: int) -> 
 
 def profile_gradients(program: Program) -> int:
     """Gradient bytes of all packs, of one device."""
-    return sum(
-        block.num_bytes for block in program.blocks if block.kind is TensorKind.GRADIENT and block.device == HOST
-    )
+    on_devices = [b for b in program.blocks if b.kind is TensorKind.GRADIENT and b.device != HOST]
+    return sum({block.layers: block.num_bytes for block in on_devices}.values())
 
 
 @each(120)
@@ -150,6 +149,7 @@ def test_no_plan_without_overlap_is_faster_than_the_bound_for_those(seed: int) -
         resident_packs=(),
         kept_packs=(),
         device_stash=(),
+        device_updates=(),
     )
     link, peer_link = 10 ** rng.uniform(5, 8), 10 ** rng.uniform(5, 8)
     machine = toys.gpus(plan.num_devices, memory_bytes=random_settings.PLENTY, link=link, peer_link=peer_link)
@@ -164,12 +164,12 @@ def test_no_plan_without_overlap_is_faster_than_the_bound_for_those(seed: int) -
 
 @each(70)
 @given(seed=SEEDS)
-def test_memory_stays_within_what_the_program_may_need_and_returns_to_zero(seed: int) -> None:
+def test_memory_stays_within_what_the_program_may_need_and_returns_to_what_is_resident(seed: int) -> None:
     _, profile, machine, program = setting(seed)
     trace = run(program, profile, machine)
     for timeline, most, budget in zip(trace.memory, peak_bytes(program), machine.budgets, strict=True):
         assert (timeline.num_bytes >= 0).all()
-        assert (timeline.num_bytes[-1] == 0).all()
+        assert (timeline.num_bytes[-1] == timeline.num_bytes[0]).all()
         assert (np.diff(timeline.times_s) >= 0).all()
         assert timeline.total_bytes.max() == timeline.peak_bytes <= most <= budget
 

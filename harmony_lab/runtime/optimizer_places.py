@@ -1,0 +1,91 @@
+"""OptimizerPlaces: where the optimizer's state of each pack is, on the host or on the device that updates the pack."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from harmony_lab.machine import HOST
+from harmony_lab.program import Op, OpKind, Program, TensorKind
+from harmony_lab.runtime.backend import Backend
+from harmony_lab.runtime.compute_memory import ComputeMemory
+from harmony_lab.runtime.ledger import Ledger
+from harmony_lab.runtime.optimizer import PackOptimizer
+
+__all__ = ["OptimizerPlaces"]
+
+_Place = tuple[int, tuple[int, int]]  # device, layers
+_ON_HOST = torch.device("cpu")
+
+
+class OptimizerPlaces:
+    """Counts on each device's ledger what is kept of its memory for state, from step to step.
+
+    ``settle`` is called between steps; then compute ops of different packs may call the rest at once.
+    """
+
+    def __init__(self, optimizer: PackOptimizer, backend: Backend, ledgers: list[Ledger]) -> None:
+        self._optimizer = optimizer
+        self._backend = backend
+        self._ledgers = ledgers
+        self._held: dict[_Place, int] = {}
+        self._of_program: tuple[Program | None, dict[_Place, int]] = (None, {})
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the optimizer's state that is on devices."""
+        return sum(self._optimizer.state_bytes_of(layers) for _, layers in self._held)
+
+    def settle(self, program: Program | None) -> None:
+        """Bring every pack's state to where the program updates the pack; without one, all to the host.
+
+        Raises ``DeviceMemoryError`` where a device has no room.
+        """
+        if self._of_program[0] is not program:
+            self._of_program = program, {} if program is None else _places(program)
+        wanted = self._of_program[1]
+        for place in [place for place in self._held if place not in wanted]:
+            device, layers = place
+            self._optimizer.move_state(layers, _ON_HOST)
+            self._ledgers[device].released(TensorKind.OPTIMIZER, self._held.pop(place))
+        for place, num_bytes in wanted.items():
+            device, layers = place
+            needed, held = max(num_bytes, self._optimizer.state_bytes_of(layers)), self._held.get(place, 0)
+            if needed > held:
+                self._ledgers[device].allocated(TensorKind.OPTIMIZER, needed - held, _named(layers))
+                self._held[place] = needed
+            self._optimizer.move_state(layers, self._backend.torch_device(device))
+
+    def is_complete(self, op: Op) -> bool:
+        """Whether that update makes no state that is not there yet."""
+        return not self._held.get((op.device, op.layers)) or self._optimizer.has_state(op.layers)
+
+    @contextmanager
+    def updating(self, op: Op, memory: ComputeMemory) -> Iterator[None]:
+        """Counts what the optimizer's step on a device allocates: temporaries, and state it makes, which takes the room
+        that is held for it."""
+        place, ledger = (op.device, op.layers), self._ledgers[op.device]
+        counted, held = self._optimizer.state_bytes_of(op.layers), self._held.get(place, 0)
+        ledger.released(TensorKind.OPTIMIZER, held - counted)
+        try:
+            with memory.counting():
+                yield
+        finally:
+            memory.account.close()  # what it counted of new state is counted again, as such
+            needed = max(held, self._optimizer.state_bytes_of(op.layers))
+            if needed > counted:
+                ledger.allocated(TensorKind.OPTIMIZER, needed - counted, _named(op.layers))
+            self._held[place] = needed
+
+
+def _places(program: Program) -> dict[_Place, int]:
+    """Bytes that the program keeps for state, by the device and layers of the updates on devices."""
+    updates = (op for op in program.ops if op.kind is OpKind.UPDATE and op.device != HOST)
+    places: dict[_Place, int] = dict.fromkeys(((op.device, op.layers) for op in updates), 0)
+    for block in (program.blocks[index] for index in program.resident):
+        places[block.device, block.layers] += block.num_bytes
+    return places
+
+
+def _named(layers: tuple[int, int]) -> str:
+    return f"the optimizer's state of layers {layers[0]}:{layers[1]}"

@@ -1,0 +1,88 @@
+"""Shadows: copies of the master weights in the type that devices get, made anew in every step.
+
+Whatever changed the masters since the last step (updates, a loaded checkpoint, ``p.data.clamp_()``, which leaves no
+trace) is in the copies.  They are made on a thread of their own, in layer order, while devices work::
+
+    shadows   | layers 0-2 | layers 3-5 | layers 6-8 |
+    swap in                | pack 0:3 |       | pack 3:6 |      waits only for its own
+    compute                           | pack 0:3 | pack 3:6 |
+
+A pack is updated after its backward, so after its last swap-in: a copy made once is right for the whole step.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harmony_lab.runtime.arena import Arena
+from harmony_lab.runtime.layout import Layout
+
+__all__ = ["Shadows"]
+
+
+@dataclass(slots=True)
+class _Round:
+    """How far the copies of one step are: one of its own, so that what an interrupt left behind counts for nothing."""
+
+    num_made: int = 0
+    failure: BaseException | None = None
+
+
+class Shadows:
+    """``memory``: the copies as flat bytes, laid out as ``layout`` says.  ``masters``: the model's tensors by name."""
+
+    def __init__(self, masters: Mapping[str, Tensor], layout: Layout) -> None:
+        self._arena = Arena(layout.num_bytes)
+        self._masters = masters
+        self._names = [piece.name for piece in layout.pieces]
+        self._copies = layout.views(self._arena.memory)
+        self._position = {name: position for position, name in enumerate(self._names)}
+        self._round = _Round()
+        self._changed = threading.Condition()
+        self._thread = ThreadPoolExecutor(1, "harmony-shadows", initializer=torch.get_num_threads)
+
+    @property
+    def memory(self) -> Tensor:
+        return self._arena.memory
+
+    @contextmanager
+    def renewing(self) -> Iterator[None]:
+        """Make all copies anew meanwhile; leaving waits for the last one."""
+        self._round = _Round()
+        made = self._thread.submit(self._make, self._round)
+        try:
+            yield
+        finally:
+            made.result()
+
+    def _make(self, current: _Round) -> None:
+        try:
+            for name in self._names:
+                with torch.no_grad():
+                    self._copies[name].copy_(self._masters[name])
+                with self._changed:
+                    current.num_made += 1
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                current.failure = error
+                self._changed.notify_all()
+            raise
+
+    def wait_for(self, names: Iterable[str]) -> None:
+        """Until the copies of these are made."""
+        last = max((self._position[name] for name in names), default=-1)
+        current = self._round
+        with self._changed:
+            self._changed.wait_for(lambda: current.num_made > last or current.failure is not None)
+            if current.failure is not None:
+                raise current.failure
+
+    def close(self) -> None:
+        """Join the thread."""
+        self._thread.shutdown()
