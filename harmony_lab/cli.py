@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     notebook.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     notebook.set_defaults(command=_bench_notebook)
     runtime = benches.add_parser("runtime", help="step times against plain PyTorch, two devices, overlap, chaos")
-    runtime.add_argument("--chaos-plans", type=positive, default=200, metavar="N", help="random plans (default 200)")
+    runtime.add_argument("--chaos-plans", type=positive, default=2000, metavar="N", help="random plans (default 2000)")
     runtime.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     runtime.set_defaults(command=_bench_runtime)
     prediction = benches.add_parser("prediction", help="predicted against measured steps on emulated devices")
