@@ -17,7 +17,7 @@ from harmony_lab.units import format_bytes, format_seconds, format_spread
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Cost", "ForwardCost", "LayerCost", "Profile", "SharedParameter"]
+__all__ = ["Cost", "Emulation", "ForwardCost", "LayerCost", "Profile", "SharedParameter"]
 
 SCHEMA_VERSION = 2
 _SIZES_LISTED = 8  # in the one-line form
@@ -55,6 +55,19 @@ class ForwardCost(NamedTuple):
 
     forward_s: float
     forward_peak_bytes: float
+
+
+class Emulation(NamedTuple):
+    """What emulated devices take beside the work itself, as the host runs them.
+
+    ``compute_s``, ``transfer_s``: of a core, for each computing op and each transfer.  ``waking_s``: until an op that
+    waited for another stream starts.  ``copied_bytes_per_s``: how fast one core copies.
+    """
+
+    compute_s: float
+    transfer_s: float
+    waking_s: float
+    copied_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +113,8 @@ class Profile:
     ``device``: what was measured.  ``fingerprint``: the model's.  ``cached``: all costs were known from before, nothing
     was measured.
 
+    ``emulation``: of emulated devices, what running them adds.
+
     ``forward_only_sizes``: larger microbatches of which only the forward without gradient is known, because the device
     holds no larger backward.  ``additive_memory``: peaks are of layers that keep all they allocate, so that those of a
     pack are the sums over its layers (``planner.pack``), not of layers that run one after the other.
@@ -118,6 +133,7 @@ class Profile:
     update_threads: int = 1
     forward_only_sizes: tuple[int, ...] = ()
     additive_memory: bool = False
+    emulation: Emulation | None = None
     cached: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
@@ -315,6 +331,7 @@ class Profile:
             "couples_samples": list(self.couples_samples),
             "serial_buffers": list(self.serial_buffers),
             "update_threads": self.update_threads,
+            "emulation": None if self.emulation is None else list(self.emulation),
         }
 
     @classmethod
@@ -345,6 +362,7 @@ class Profile:
             update_threads=data["update_threads"],
             forward_only_sizes=tuple(data.get("forward_only_sizes", ())),
             additive_memory=data.get("additive_memory", False),
+            emulation=Emulation(*data["emulation"]) if data.get("emulation") else None,
         )
 
     def save(self, path: str | Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harmony_lab.costs import Cost, LayerCost, Profile, SharedParameter
+from harmony_lab.costs import Cost, Emulation, LayerCost, Profile, SharedParameter
 from harmony_lab.errors import HarmonyError, PlanDoesNotFitError
 from harmony_lab.layers import LayerSequence, padded
 from harmony_lab.machine import Machine
@@ -182,6 +182,7 @@ def assemble(
     updates: Sequence[UpdateCost],
     update_threads: int,
     *,
+    emulation: Emulation | None = None,
     cached: bool = False,
 ) -> Profile:
     """``costs``: by microbatch size and kind, ascending.  ``updates``: of each layer."""
@@ -200,6 +201,7 @@ def assemble(
         couples_samples=layers.couples_samples,
         serial_buffers=tuple(name for name, decay in layers.buffer_decay.items() if decay is None),
         update_threads=update_threads,
+        emulation=emulation,
         cached=cached,
     )
 

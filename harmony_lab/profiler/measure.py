@@ -13,6 +13,7 @@ from harmony_lab.machine import Machine
 from harmony_lab.profiler.bench import Bench, Seconds, Weight
 from harmony_lab.profiler.cache import CostCache, Key, Numbers, layer_key, update_key
 from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of
+from harmony_lab.profiler.emulation import MICROBATCH, emulation_of
 from harmony_lab.profiler.gauges import Target
 from harmony_lab.profiler.steps import ProgressCallback, Steps
 from harmony_lab.profiler.updates import TimedSteps, UpdateCost, UpdateCosts, Updated, spread_of
@@ -39,6 +40,9 @@ def profile(
     example batch's), so a model larger than the device is profiled in place.  Parameters, gradients, buffers, the
     optimizer and the random state stay as they are, and nothing is left on the device, also after an error or an
     interrupt.
+
+    Of emulated devices it is also measured, once per process, what running them takes beside the layers
+    (``Profile.emulation``).
 
     ``microbatch_sizes``: what to measure; the profile interpolates between them.  By default 1, 2, 4, ... up to
     ``minibatch_size`` (the example batch's) or to the largest that fits into the device, six at most.
@@ -78,7 +82,10 @@ class _Measurement:
         trials: int,
         cache: bool,
         progress: ProgressCallback | None,
+        *,
+        emulates: bool = True,
     ) -> None:
+        self._emulates = emulates
         self._layers = layers
         self._machine = machine
         self._target = target
@@ -110,6 +117,7 @@ class _Measurement:
             costs,
             updates,
             host.update_threads,
+            emulation=emulation_of(self._machine, _costs_of) if self._emulates else None,
             cached=self._num_measured == 0,
         )
 
@@ -182,6 +190,12 @@ class _Measurement:
             self._trials,
             self._layers.trainable_bytes,
         )
+
+
+def _costs_of(layers: LayerSequence, machine: Machine) -> Profile:
+    """What layers take by themselves, for ``emulation_of``."""
+    sizes, target = Sizes.of((MICROBATCH,), MICROBATCH), Target.of(machine.devices[0])
+    return _Measurement(layers, machine, target, None, sizes, 5, False, None, emulates=False).profile()
 
 
 def _read(known: Numbers) -> tuple[Seconds | None, Weight, float | None]:
