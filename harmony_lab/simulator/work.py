@@ -15,6 +15,7 @@ from harmony_lab.program import (
     OpColumns,
     OpKind,
     Program,
+    Stream,
     TensorKind,
     shard_bounds,
 )
@@ -29,7 +30,7 @@ _FORWARD, _RECOMPUTE, _BACKWARD, _UPDATE, _SWAP_IN, _SWAP_OUT, _SEND, _RECV, _AL
 _SAVED, _WEIGHT, _GRADIENT, _OPTIMIZER = (
     TENSOR_CODES[k] for k in (TensorKind.SAVED, TensorKind.WEIGHT, TensorKind.GRADIENT, TensorKind.OPTIMIZER)
 )
-_NUM_STREAMS = 7
+_NUM_STREAMS = len(Stream)
 
 
 class Work(NamedTuple):
