@@ -119,12 +119,13 @@ class _Measurement:
         """Raises ``PlanDoesNotFitError`` where the layer alone, with what it reads, fits into none of the devices."""
         layer, number = self._layers.layers[index], self._kinds[index] + 1
         self._steps.begin(f"{layer.name} (kind {number} of {self._num_kinds}), microbatch of {size}", size)
-        key = layer_key(self._layers, index, self._target, size, self._trials) if self._caches else None
+        key = self._key(index, size)
         known = self._cache.get(key, len(Cost._fields))
         bench = None
         if known is None:
             bench, weight = self._weigh(index, size)
             seconds, spread = None, None
+            key = self._key(index, size)  # another one where it turned out that a layer cannot be compiled
             self._keep(key, weight)
         else:
             seconds, weight, spread = _read(known)
@@ -134,6 +135,9 @@ class _Measurement:
             seconds, spread = self._time(bench)
             self._keep(key, weight, seconds, spread)
         return Cost(*seconds, *weight, spread=spread)
+
+    def _key(self, index: int, size: int) -> Key | None:
+        return layer_key(self._layers, index, self._target, size, self._trials) if self._caches else None
 
     def _weigh(self, index: int, size: int) -> tuple[Bench, Weight]:
         self._num_measured += 1
