@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import LayerCall, LayerFunction, LayerSequence, TensorSpec
@@ -99,15 +100,33 @@ class CompiledFunction(GraphFunction):
         if self._given_up or any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._plain(parameters, buffers, inputs, batch, call)
         code = self._find(tensors, call)
-        if code is None:
-            try:
-                code = self._compile(tensors, call)
-            except Exception as error:
-                outputs = self._plain(parameters, buffers, inputs, batch, call)  # raises what is the layer's own fault
-                self._give_up(error)
-                return outputs
-        origin = torch.tensor([_signed(call.seed), call.samples[0], call.first_random_op])
-        return code(call.sizes["batch"], tensors, origin)
+        if code is None or not code.has_run:
+            return self._first_run(parameters, buffers, inputs, batch, call)
+        return _run(code, tensors, call)
+
+    def _first_run(
+        self,
+        parameters: Sequence[Any],
+        buffers: Sequence[Any],
+        inputs: Sequence[Any],
+        batch: Sequence[Any],
+        call: LayerCall,
+    ) -> tuple[Any, ...]:
+        """Of code that may turn out not to work: then the layer runs as it was, from the same buffers."""
+        tensors = [*parameters, *buffers, *inputs, *batch]
+        with _disable_current_modes(), torch.no_grad():  # counted by nobody: it is gone after this run
+            before = [buffer.clone() for buffer in buffers]
+        try:
+            return _run(self._find(tensors, call) or self._compile(tensors, call), tensors, call)
+        except (HarmonyError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            with _disable_current_modes(), torch.no_grad():
+                for buffer, content in zip(buffers, before, strict=True):
+                    buffer.copy_(content)
+            outputs = self._plain(parameters, buffers, inputs, batch, call)  # raises what is the layer's own fault
+            self._give_up(error)
+            return outputs
 
     def prepare(self, tensors: Sequence[Tensor], call: LayerCall) -> None:
         """Have the code for such tensors, on the meta device, as a later call needs it."""
@@ -160,6 +179,11 @@ class CompiledFunction(GraphFunction):
             "profile again, for what they take is not what compiled ones were expected to take",
             stacklevel=3,
         )
+
+
+def _run(code: "MachineCode", tensors: Sequence[Tensor], call: LayerCall) -> tuple[Any, ...]:
+    origin = torch.tensor([_signed(call.seed), call.samples[0], call.first_random_op])
+    return code(call.sizes["batch"], tensors, origin)
 
 
 def _variant(tensors: Sequence[Tensor], call: LayerCall) -> _Variant:

@@ -38,12 +38,16 @@ class Argument(NamedTuple):
 
 
 class MachineCode:
-    """``code(num_samples, tensors, origin)`` gives the layer's outputs; ``origin``: see ``TracedCall``."""
+    """``code(num_samples, tensors, origin)`` gives the layer's outputs; ``origin``: see ``TracedCall``.
+
+    ``has_run``: once without an error.
+    """
 
     def __init__(self, run: Callable[..., Any], covers: Callable[[int], bool]) -> None:
         self._run = run
         self._covers = covers
         self._known: dict[int, bool] = {}
+        self.has_run = False
 
     def covers(self, num_samples: int) -> bool:
         """Whether it is right for so many samples: compilers choose by size and note what they took for granted."""
@@ -53,7 +57,9 @@ class MachineCode:
         return known
 
     def __call__(self, num_samples: int, tensors: Sequence[Tensor], origin: Tensor) -> tuple[Any, ...]:
-        return tuple(self._run(num_samples, *tensors, origin))
+        outputs = tuple(self._run(num_samples, *tensors, origin))
+        self.has_run = True
+        return outputs
 
 
 _one_at_a_time = threading.RLock()

@@ -113,9 +113,9 @@ class TracedCall(LayerCall):
     def draw(self, op: int, like: torch.Tensor, batch: BatchDim, method: str, args: Sequence[Any]) -> torch.Tensor:
         """One op that compilers leave as it is, with the strides of ``like``: they decide where which number goes."""
         form = (like.shape, like.stride(), like.dtype, like.device)
-        return _draw_opaquely(
-            self.origin, op, *form, batch.dim, batch.rows, batch.blocks, method, list(map(float, args))
-        )
+        numbers = [float(number) for number in args]
+        drawn: torch.Tensor = _draw_opaquely(self.origin, op, *form, *batch, method, numbers)
+        return drawn
 
 
 @torch.library.custom_op("harmony_lab::draw", mutates_args=())

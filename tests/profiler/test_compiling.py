@@ -210,11 +210,17 @@ def test_devices_that_need_the_same_code_at_once_share_it(
     assert len(threads) == 2  # compiled without and with gradient, by whoever came first
 
 
+@pytest.mark.parametrize("fails_when_run", [False, True])
 def test_a_layer_that_cannot_be_compiled_runs_as_it_was_and_is_named(
-    layers: LayerSequence, monkeypatch: pytest.MonkeyPatch
+    layers: LayerSequence, monkeypatch: pytest.MonkeyPatch, fails_when_run: bool
 ) -> None:
-    def compiled(*arguments: Any, **options: Any) -> MachineCode:
+    def fail(num_samples: int, *tensors: Tensor) -> None:
         raise RuntimeError("no such compiler\nand much more")
+
+    def compiled(*arguments: Any, **options: Any) -> MachineCode:
+        if not fails_when_run:
+            fail(0)
+        return MachineCode(fail, lambda count: True)
 
     monkeypatch.setattr(inductor, "compiled", compiled)
     broken = compile_layers(layers)
@@ -224,6 +230,24 @@ def test_a_layer_that_cannot_be_compiled_runs_as_it_was_and_is_named(
     plain = profile(layers, MACHINE, microbatch_sizes=(5, 7), trials=1)
     assert plain.cached  # what was measured is kept as what it is
     assert plain.layers == costs.layers
+
+
+def test_buffers_are_updated_once_where_code_fails_half_way(
+    layers: LayerSequence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(num_samples: int, *tensors: Tensor) -> None:
+        for buffer in tensors[len(first.layers[0].parameters) :][: len(first.layers[0].buffers)]:
+            buffer.fill_(7)
+        raise RuntimeError("half way")
+
+    monkeypatch.setattr(inductor, "compiled", lambda *args, **options: MachineCode(fail, lambda count: True))
+    first = first_of(layers)
+    ours, theirs = (Bench.prepare(some, 0, Target.of(MACHINE.devices[0]), 4) for some in (first, layers))
+    with pytest.warns(UserWarning, match="half way"):
+        next(ours._run())
+    next(theirs._run())
+    assert ours.buffers
+    assert all(torch.equal(ours.buffers[name], theirs.buffers[name]) for name in ours.buffers)
 
 
 def test_a_layers_own_error_is_not_taken_for_one_of_the_compiler(layers: LayerSequence) -> None:
