@@ -3,6 +3,8 @@
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,14 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from harmony_lab.errors import HarmonyError
-from harmony_lab.layers import LayerCall, LayerFunction, LayerSequence, TensorSpec
+from harmony_lab.layers import LayerCall, LayerFunction, LayerSequence, StateSpec, TensorSpec
 from harmony_lab.machine import Backend, Machine
 from harmony_lab.profiler.extract import GraphFunction
 
 if TYPE_CHECKING:
     from harmony_lab.profiler.inductor import MachineCode
 
-__all__ = ["CompiledFunction", "compile_layers", "is_compiled", "prepare"]
+__all__ = ["CompiledFunction", "compile_layers", "compiled_in", "is_compiled", "prepare"]
+
+_preparing: ContextVar[bool] = ContextVar("preparing", default=False)
+"""Whether layers are called on the meta device to have their code made, for the device that the call names."""
 
 
 def compile_layers(layers: LayerSequence) -> LayerSequence:
@@ -46,14 +51,21 @@ def compile_layers(layers: LayerSequence) -> LayerSequence:
     if not is_compiled(found):
         raise HarmonyError(
             f"none of the {len(wrapped)} layers of {type(layers.model).__name__} can be compiled: they are modules, "
-            "not graphs. Leave layers=[...] out of decompose where the model can be captured, or train them as they are"
+            "not graphs. Leave layers=[...] out of decompose where the model can be captured, or train them as they "
+            "are (and compile layers before they are given another precision)"
         )
     return found
 
 
 def is_compiled(layers: LayerSequence) -> bool:
     """Whether some of these layers are."""
-    return any(isinstance(layer.function, CompiledFunction) for layer in layers.layers)
+    return any(compiled_in(layer.function) is not None for layer in layers.layers)
+
+
+def compiled_in(function: LayerFunction) -> "CompiledFunction | None":
+    """Also where another function, such as one that sets a precision, has it as its ``inner`` one."""
+    inner = getattr(function, "inner", function)
+    return inner if isinstance(inner, CompiledFunction) else None
 
 
 def _compiled_function(name: str, function: LayerFunction) -> LayerFunction:
@@ -97,6 +109,9 @@ class CompiledFunction(GraphFunction):
         call: LayerCall,
     ) -> tuple[Any, ...]:
         tensors = [*parameters, *buffers, *inputs, *batch]
+        if _preparing.get():
+            self._prepare(tensors, call)
+            return self._plain(parameters, buffers, inputs, batch, replace(call, device=torch.device("meta")))
         if self._given_up or any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._plain(parameters, buffers, inputs, batch, call)
         code = self._find(tensors, call)
@@ -128,8 +143,8 @@ class CompiledFunction(GraphFunction):
             self._give_up(error)
             return outputs
 
-    def prepare(self, tensors: Sequence[Tensor], call: LayerCall) -> None:
-        """Have the code for such tensors, on the meta device, as a later call needs it."""
+    def _prepare(self, tensors: Sequence[Tensor], call: LayerCall) -> None:
+        """Have the code for tensors such as these, on the meta device, and that call."""
         if not self._given_up and self._find(tensors, call) is None:
             try:
                 self._compile(tensors, call)
@@ -225,13 +240,16 @@ def prepare(layers: LayerSequence, machine: Machine, sizes: Iterable[int]) -> No
     if not is_compiled(layers):
         return
     threads = torch.get_num_threads()
+    token = _preparing.set(True)
     try:
         for index, layer in enumerate(layers.layers):
-            if isinstance(layer.function, CompiledFunction):
-                for device in _places(machine):
+            if compiled_in(layer.function) is not None:
+                for device, num_threads in _places(machine):
+                    torch.set_num_threads(num_threads)
                     for size in sorted(set(sizes)):
-                        _prepare(layers, index, layer.function, device, size)
+                        _call(layers, index, device, size)
     finally:
+        _preparing.reset(token)
         torch.set_num_threads(threads)
 
 
@@ -246,27 +264,26 @@ def _places(machine: Machine) -> list[tuple[torch.device, int]]:
     return list(dict.fromkeys(places))
 
 
-def _prepare(
-    layers: LayerSequence, index: int, function: CompiledFunction, place: tuple[torch.device, int], size: int
-) -> None:
-    device, num_threads = place
-    torch.set_num_threads(num_threads)
+def _call(layers: LayerSequence, index: int, device: torch.device, size: int) -> None:
+    """Call a layer, with and without gradient, on tensors that have shapes alone."""
     layer = layers.layers[index]
     given = {spec.name: spec for spec in layers.boundaries[index]}
-    tensors = [
-        *(_like(layers.tensors[name], layers.state[name].trainable) for name in layer.parameters),
-        *(_like(layers.tensors[name], False) for name in layer.buffers),
-        *(_of_size(given[name], size) for name in layer.inputs),
-        *(_of_size(layers.batch_by_name[name], size) for name in layer.batch_inputs),
-    ]
+    arguments = (
+        [_of_state(layers.state[name]) for name in layer.parameters],
+        [_of_state(layers.buffer_state[name]) for name in layer.buffers],
+        [_of_size(given[name], size) for name in layer.inputs],
+        [_of_size(layers.batch_by_name[name], size) for name in layer.batch_inputs],
+    )
     call = LayerCall(samples=(0, size), sizes={**layers.example_sizes, "batch": size}, seed=0, device=device)
     for training in (False, True):
-        with torch.set_grad_enabled(training):
-            function.prepare(tensors, call)
+        # The layer's own errors, and ops that need data, come up again where it really runs.
+        with torch.set_grad_enabled(training), suppress(Exception):
+            layer.function(*arguments, call)
 
 
-def _like(tensor: Tensor, trainable: bool) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=trainable)
+def _of_state(spec: StateSpec) -> Tensor:
+    dtype = getattr(torch, getattr(spec, "device_dtype", spec.dtype))
+    return torch.empty(spec.shape, dtype=dtype, device="meta", requires_grad=spec.trainable)
 
 
 def _of_size(spec: TensorSpec, size: int) -> Tensor:

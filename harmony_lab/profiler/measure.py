@@ -12,7 +12,7 @@ from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.profiler.bench import Bench, Seconds, Weight
 from harmony_lab.profiler.cache import CostCache, Key, Numbers, layer_key, update_key
-from harmony_lab.profiler.compiling import CompiledFunction
+from harmony_lab.profiler.compiling import compiled_in
 from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of
 from harmony_lab.profiler.gauges import Target
 from harmony_lab.profiler.steps import ProgressCallback, Steps
@@ -143,7 +143,7 @@ class _Measurement:
     def _weigh(self, index: int, size: int) -> tuple[Bench, Weight]:
         self._num_measured += 1
         bench = Bench.prepare(self._layers, index, self._target, size)
-        if isinstance(self._layers.layers[index].function, CompiledFunction):
+        if compiled_in(self._layers.layers[index].function) is not None:
             bench.time()  # so that it is compiled, or has turned out not to be, before anything is counted
         return bench, bench.weigh()
 
