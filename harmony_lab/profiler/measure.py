@@ -12,6 +12,7 @@ from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.profiler.bench import Bench, Seconds, Weight
 from harmony_lab.profiler.cache import CostCache, Key, Numbers, layer_key, update_key
+from harmony_lab.profiler.compiling import compiled_in
 from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of
 from harmony_lab.profiler.emulation import MICROBATCH, emulation_of
 from harmony_lab.profiler.gauges import Target
@@ -127,12 +128,13 @@ class _Measurement:
         """Raises ``PlanDoesNotFitError`` where the layer alone, with what it reads, fits into none of the devices."""
         layer, number = self._layers.layers[index], self._kinds[index] + 1
         self._steps.begin(f"{layer.name} (kind {number} of {self._num_kinds}), microbatch of {size}", size)
-        key = layer_key(self._layers, index, self._target, size, self._trials) if self._caches else None
+        key = self._key(index, size)
         known = self._cache.get(key, len(Cost._fields))
         bench = None
         if known is None:
             bench, weight = self._weigh(index, size)
             seconds, spread = None, None
+            key = self._key(index, size)  # another one where it turned out that a layer cannot be compiled
             self._keep(key, weight)
         else:
             seconds, weight, spread = _read(known)
@@ -143,9 +145,14 @@ class _Measurement:
             self._keep(key, weight, seconds, spread)
         return Cost(*seconds, *weight, spread=spread)
 
+    def _key(self, index: int, size: int) -> Key | None:
+        return layer_key(self._layers, index, self._target, size, self._trials) if self._caches else None
+
     def _weigh(self, index: int, size: int) -> tuple[Bench, Weight]:
         self._num_measured += 1
         bench = Bench.prepare(self._layers, index, self._target, size)
+        if compiled_in(self._layers.layers[index].function) is not None:
+            bench.time()  # so that it is compiled, or has turned out not to be, before anything is counted
         return bench, bench.weigh()
 
     def _time(self, bench: Bench) -> tuple[Seconds, float | None]:
