@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from harmony_lab.bench import chaos
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
@@ -97,3 +98,8 @@ def test_chaos_shows_a_removed_wait(
     assert edges
     broken = (_without(setting[3], number, edge) for number, edge in edges)
     assert any(_outcome(setting, program, seed) != right for program in broken for seed in range(SEEDS))
+
+
+def test_random_plans_train_as_plain_pytorch_in_any_order() -> None:
+    """Of 3 to 12 layers, with every switch; ``harmony-lab bench runtime`` runs ten times as many."""
+    assert chaos.failures(200) == {}
