@@ -37,6 +37,7 @@ _HOMES = {
     "TrainingError": "errors",
     "ablation": "planner.explain",
     "check": "planner.check",
+    "compile_layers": "profiler.compiling",
     "decompose": "profiler.decompose",
     "difference": "plan",
     "estimate": "profiler.estimate",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from harmony_lab.planner.published import load_profile
     from harmony_lab.planner.search import SearchResult, search
     from harmony_lab.precision import Precision
+    from harmony_lab.profiler.compiling import compile_layers
     from harmony_lab.profiler.decompose import decompose
     from harmony_lab.profiler.estimate import estimate
     from harmony_lab.profiler.links import probe_links

@@ -105,12 +105,15 @@ def _parser() -> argparse.ArgumentParser:
     notebook.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     notebook.set_defaults(command=_bench_notebook)
     runtime = benches.add_parser("runtime", help="step times against plain PyTorch, two devices, overlap, chaos")
-    runtime.add_argument("--chaos-plans", type=positive, default=200, metavar="N", help="random plans (default 200)")
+    runtime.add_argument("--chaos-plans", type=positive, default=2000, metavar="N", help="random plans (default 2000)")
     runtime.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     runtime.set_defaults(command=_bench_runtime)
     prediction = benches.add_parser("prediction", help="predicted against measured steps on emulated devices")
     prediction.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     prediction.set_defaults(command=_bench_prediction)
+    compiled = benches.add_parser("compile", help="steps with compiled layers against steps with layers as they are")
+    compiled.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    compiled.set_defaults(command=_bench_compiled)
     return parser
 
 
@@ -320,6 +323,26 @@ def _bench_prediction(options: argparse.Namespace, console: Console) -> int:
         table.add_row(row["model"], row["plan"][:2], link, *seconds, f"{row['error']:.1%}", swapped)
     console.print(table)
     console.print(f"median error {found['median_error']:.1%}, worst {found['worst_error']:.1%}")
+    if options.json:
+        to_json(found, options.json)
+    return 0
+
+
+def _bench_compiled(options: argparse.Namespace, console: Console) -> int:
+    from rich.table import Table
+
+    from harmony_lab.bench.compiled import bench_compiled, to_json
+    from harmony_lab.terminal import bar
+    from harmony_lab.units import format_seconds
+
+    with bar(console, "compiled layers") as move:
+        found = bench_compiled(progress=move)
+    table = Table("model", "step, compiled / plain", "computing", "saved activations", "profiling and compiling")
+    for row in found["rows"]:
+        ratios = [f"{row[name]:.2f}" for name in ("ratio", "compute_ratio", "saved_ratio")]
+        table.add_row(row["model"], *ratios, format_seconds(row["profile_s"]))
+    console.print(table)
+    console.print(f"median {found['median_ratio']:.2f}")
     if options.json:
         to_json(found, options.json)
     return 0

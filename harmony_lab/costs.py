@@ -18,7 +18,7 @@ from harmony_lab.units import format_bytes, format_seconds, format_spread
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Cost", "ForwardCost", "LayerCost", "Profile", "SharedParameter"]
+__all__ = ["Cost", "Emulation", "ForwardCost", "LayerCost", "Profile", "SharedParameter"]
 
 SCHEMA_VERSION = 2
 _UNSTEADY = 0.5  # of ``spread``
@@ -57,6 +57,19 @@ class ForwardCost(NamedTuple):
 
     forward_s: float
     forward_peak_bytes: float
+
+
+class Emulation(NamedTuple):
+    """What emulated devices take beside the work itself, as the host runs them.
+
+    ``compute_s``, ``transfer_s``: of a core, for each computing op and each transfer.  ``waking_s``: until an op that
+    waited for another stream starts.  ``copied_bytes_per_s``: how fast one core copies.
+    """
+
+    compute_s: float
+    transfer_s: float
+    waking_s: float
+    copied_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +123,8 @@ class Profile:
     ``device``: what was measured.  ``fingerprint``: the model's.  ``cached``: all costs were known from before, nothing
     was measured.
 
+    ``emulation``: of emulated devices, what running them adds.
+
     ``forward_only_sizes``: larger microbatches of which only the forward without gradient is known, because the device
     holds no larger backward.  ``precision``: what layers compute in; parameters are then counted as devices get them,
     and ``master_bytes`` are those of the fp32 masters that the host holds beside them (0: there are no others).
@@ -132,6 +147,7 @@ class Profile:
     additive_memory: bool = False
     precision: Precision = Precision.FP32
     master_bytes: int = 0
+    emulation: Emulation | None = None
     cached: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
@@ -338,6 +354,7 @@ class Profile:
             "update_threads": self.update_threads,
             "precision": str(self.precision),
             "master_bytes": self.master_bytes,
+            "emulation": None if self.emulation is None else list(self.emulation),
         }
 
     @classmethod
@@ -370,6 +387,7 @@ class Profile:
             additive_memory=data.get("additive_memory", False),
             precision=Precision.of(data.get("precision", Precision.FP32)),
             master_bytes=data.get("master_bytes", 0),
+            emulation=Emulation(*data["emulation"]) if data.get("emulation") else None,
         )
 
     def save(self, path: str | Path) -> None:

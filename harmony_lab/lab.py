@@ -19,6 +19,7 @@ from harmony_lab.planner.search import SearchResult, search
 from harmony_lab.planner.warm import warm_up
 from harmony_lab.precision import Precision
 from harmony_lab.preview import Preview, preview, repacked
+from harmony_lab.profiler.compiling import compile_layers
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.steps import ProgressCallback
 from harmony_lab.progress import Progress
@@ -49,7 +50,8 @@ class Lab:
     ``search`` go on with.
 
     ``seed`` fixes random masks, others in every step.  Steps are counted on from run to run (``steps_trained``), so a
-    run that follows another draws the masks that one longer run would have drawn.
+    run that follows another draws the masks that one longer run would have drawn.  ``compile``: run the layers as
+    machine code (see ``compile_layers``).
 
     Safe to use from any thread.  ``subscribe`` tells of ``"profile"``, ``"result"``, ``"plan"``, ``"run"`` (a run
     began or changed its status), ``"progress"`` and ``"closed"``, on the thread where it happens.  A new Lab over the
@@ -70,6 +72,7 @@ class Lab:
         cut: Sequence[str] | None = None,
         loss_reduction: str | None = None,
         seed: int = 0,
+        compile: bool = False,
     ) -> None:
         if not isinstance(minibatch_size, int) or minibatch_size < 1:
             raise HarmonyError(f"minibatch_size must be a whole number of at least 1, got {minibatch_size!r}")
@@ -89,9 +92,8 @@ class Lab:
         self._closed = False
         self._earlier_steps = 0  # of the runs before the last one
         warm_up()
-        self.layers: LayerSequence = decompose(
-            model, example_batch, loss_fn, layers=layers, cut=cut, loss_reduction=loss_reduction
-        )
+        decomposed = decompose(model, example_batch, loss_fn, layers=layers, cut=cut, loss_reduction=loss_reduction)
+        self.layers: LayerSequence = compile_layers(decomposed) if compile else decomposed
         take_over(model, self)  # last, so that the older Lab works on where this one cannot be made
 
     # -- state ----------------------------------------------------------------------------------------------------

@@ -96,6 +96,8 @@ class Stream(StrEnum):
     COMPUTE = "compute"
     SWAP_IN = "swap_in"
     SWAP_OUT = "swap_out"
+    VALUES_IN = "values_in"  # microbatches' values, where they need not wait behind the weights of a whole pack
+    VALUES_OUT = "values_out"
     PEER_IN = "peer_in"
     PEER_OUT = "peer_out"
     HOST = "host"  # of the host: updates

@@ -80,6 +80,7 @@ class Trainer:
         max_grad_norm: float | None = None,
         stop_on_nan: bool = False,
     ) -> None:
+        from harmony_lab.profiler.compiling import prepare
         from harmony_lab.profiler.measure import profile as measure
         from harmony_lab.profiler.precision import in_precision
         from harmony_lab.runtime.optimizer import only_on_host
@@ -109,6 +110,7 @@ class Trainer:
         self._forecasts: dict[int, Forecast] = {}
         self._lowered(plan.minibatch_size)  # a plan that cannot run is refused before the parameters are touched
         self._require_memory(accumulate=accumulate)
+        prepare(layers, machine, _sizes_to_run(plan))
         self._runner = Runner(
             layers,
             optimizer,
@@ -303,8 +305,11 @@ def _sizes_to_measure(plan: Plan, layers: LayerSequence) -> list[int]:
 
     Where samples meet in a layer that is two: batch norm has no statistics of one.
     """
+    smallest = min(2, plan.minibatch_size) if layers.couples_samples else 1
+    return sorted(_sizes_to_run(plan) | {smallest})
+
+
+def _sizes_to_run(plan: Plan) -> set[int]:
     shares = [plan.share(position) for position in range(plan.num_devices)]
     chosen = (plan.forward_microbatch_size, plan.backward_microbatch_size)
-    run = {stop - start for share in shares for size in chosen for start, stop in microbatches(*share, size)}
-    smallest = min(2, plan.minibatch_size) if layers.couples_samples else 1
-    return sorted(run | {smallest})
+    return {stop - start for share in shares for size in chosen for start, stop in microbatches(*share, size)}

@@ -15,6 +15,7 @@ from harmony_lab.layers import LOSS_TOTALS, LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Plan, microbatches
 from harmony_lab.precision import Precision
+from harmony_lab.profiler.compiling import is_compiled
 from harmony_lab.profiler.precision import plain_precision
 from harmony_lab.profiler.randomness import reproducible_randomness
 from harmony_lab.profiler.recipe import Recipe, recipe_of
@@ -35,7 +36,7 @@ _LOW_PRECISION_TOLERANCE = 5e-2  # of types of 16 bits and less
 _BF16_TOLERANCES = {"loss": 1e-2, "gradients": 0.2, "buffers": 1e-2}
 _COMPARED = ("loss", "gradients", "parameters", "optimizer state", "buffers")
 _SMALLEST_SCALE = 1e-4  # of a gradient, relative to the model's largest: what is smaller is rounding
-_BF16_SMALLEST_SCALE = 1e-2
+_SMALLEST_SCALE_ROUNDED = 1e-2  # under bf16, and where the order of operations is another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,8 @@ class _Comparison:
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in zip(self._names, parameters, strict=True)
         }
-        share = _SMALLEST_SCALE if self._subject.plan.precision is Precision.FP32 else _BF16_SMALLEST_SCALE
+        is_exact = self._subject.plan.precision is Precision.FP32 and not is_compiled(self._layers)
+        share = _SMALLEST_SCALE if is_exact else _SMALLEST_SCALE_ROUNDED
         smallest = share * max((_size(gradient) for gradient in theirs.values()), default=0.0)
         for name, parameter in zip(self._names, parameters, strict=True):
             self._note("gradients", f"{name}, {where}", self._seen[name], theirs[name], smallest)

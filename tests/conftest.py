@@ -1,8 +1,31 @@
 """What all tests share."""
 
+import os
+
 import pytest
 
 from harmony_lab.compiled import folder
+
+_LONG = (
+    "test_zoo",
+    "test_browser",
+    "test_notebooks",
+    "test_equality_matrix",
+    "test_equality",
+    "test_cli",
+    "test_decompose",
+)
+"""Files that take longest: in parallel they begin first, so that none is left for the end."""
+
+_num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if _num_workers > 1:  # before torch is loaded: workers share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _num_workers)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _num_workers > 1:
+        rank = {name: number for number, name in enumerate(_LONG)}
+        items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -30,7 +30,7 @@ _OVERLAPPED = 0.8  # transfers of this share of the time that computing takes
 
 def bench_runtime(
     *,
-    chaos_plans: int = 200,
+    chaos_plans: int = 2000,
     rounds: int = 9,
     progress: Progress = lambda done, total, text: None,
     shapes: tuple[Any, ...] = SHAPES,

@@ -2,9 +2,13 @@
 
 One pack's group of microbatches on one device, weights prefetched for the next::
 
-    swap-in    W0 x0 W1 x1    x2    x3          W2 ...
-    compute          F0   F1    F2    F3        (next pack)
-    swap-out            y0   y1    y2    y3
+    swap-in     W0     W1                  W2 ...
+    values-in      x0    x1    x2    x3    ...
+    compute           F0   F1    F2    F3  (next pack)
+    values-out           y0   y1    y2    y3
+
+Values have streams of their own, so that a microbatch does not wait behind the weights of a whole pack; both share the
+link.  Without prefetch nothing comes meanwhile, and all of it is in one stream.
 
 Everything is buffered twice and no more: inputs of microbatch n wait until n - 2 has been computed, its outputs until
 those of n - 2 have left, weights of the pack after next until the present pack's are dropped.  So a device holds what

@@ -17,6 +17,7 @@ from harmony_lab.planner.chain_tables import (
     OUT,
     OUT_BEFORE,
     PEERS,
+    PREFETCH,
     PRODUCER,
     SENT,
     STAGE_START,
@@ -49,6 +50,8 @@ from harmony_lab.planner.codes import (
     ON_PEER_OUT,
     ON_SWAP_IN,
     ON_SWAP_OUT,
+    ON_VALUES_IN,
+    ON_VALUES_OUT,
     RECV,
     SEND,
     SWAP_IN,
@@ -90,7 +93,7 @@ def fetch_batch(c: Construction, k: Chain, unit: Int, stage: Int, device: Int, r
     )
     block = write(c, INPUT, device, start, stop, first, last, num_bytes)
     wait(c, room)
-    emit(c, SWAP_IN, device, ON_SWAP_IN, start, stop, first, last)
+    emit(c, SWAP_IN, device, _way_in(k), start, stop, first, last)
     return block
 
 
@@ -120,7 +123,7 @@ def fetch_value(c: Construction, k: Chain, unit: Int, stage: Int, device: Int, l
             free(c, k.host_values[slot])
             k.host_values[slot] = NONE
         piece += 1
-    return _swap_in(c, ACTIVATION, boundary, device, first, last, num_bytes, room)
+    return _swap_in(c, k, ACTIVATION, boundary, device, first, last, num_bytes, room)
 
 
 @compiled
@@ -138,18 +141,32 @@ def fetch_gradient(c: Construction, k: Chain, unit: Int, stage: Int, device: Int
     read(c, k.units[piece, GRADIENT_ON_HOST])
     free(c, k.units[piece, GRADIENT_ON_HOST])
     return _swap_in(
-        c, ACTIVATION_GRADIENT, boundary, device, k.units[unit, UNIT_FIRST], k.units[unit, UNIT_LAST], num_bytes, room
+        c,
+        k,
+        ACTIVATION_GRADIENT,
+        boundary,
+        device,
+        k.units[unit, UNIT_FIRST],
+        k.units[unit, UNIT_LAST],
+        num_bytes,
+        room,
     )
 
 
 @compiled
 def _swap_in(
-    c: Construction, kind: Int, boundary: Int, device: Int, first: Int, last: Int, num_bytes: Int, room: Int
+    c: Construction, k: Chain, kind: Int, boundary: Int, device: Int, first: Int, last: Int, num_bytes: Int, room: Int
 ) -> Int:
     block = write(c, kind, device, boundary, boundary, first, last, num_bytes)
     wait(c, room)
-    emit(c, SWAP_IN, device, ON_SWAP_IN, boundary, boundary, first, last)
+    emit(c, SWAP_IN, device, _way_in(k), boundary, boundary, first, last)
     return block
+
+
+@compiled
+def _way_in(k: Chain) -> Int:
+    """The stream of values: not that of the weights that come meanwhile; without prefetch none do."""
+    return ON_VALUES_IN if k.options[PREFETCH] > 0 else ON_SWAP_IN
 
 
 @compiled
@@ -271,7 +288,8 @@ def to_host(c: Construction, k: Chain, block: Int, drop: Bool) -> Int:
     host = write(c, row[KIND], HOST_DEVICE, start, stop, first, last, row[NUM_BYTES])
     if drop:
         free(c, block)
-    op = emit(c, SWAP_OUT, device, ON_SWAP_OUT, start, stop, first, last)
+    way = ON_VALUES_OUT if k.options[PREFETCH] > 0 else ON_SWAP_OUT
+    op = emit(c, SWAP_OUT, device, way, start, stop, first, last)
     k.devices[device, OUT_BEFORE] = k.devices[device, OUT]
     k.devices[device, OUT] = op
     return host

@@ -8,6 +8,7 @@ a plan comes from the simulator.
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from harmony_lab.compiled import Bool, Float, Floats, Int, Ints, compiled
 
@@ -68,7 +69,10 @@ def forecast(
     compute, compute_before = np.zeros(p.chain), np.zeros(p.chain)
     coming, peer_coming = np.zeros(p.chain), np.zeros(p.chain)
     out, out_before, reduced = np.zeros(p.chain), np.zeros(p.chain), np.zeros(p.chain)
-    fetched = np.full(num_stages + p.chain, -1.0)
+    # Values have streams of their own where weights come meanwhile.
+    values_in = coming if p.prefetch == 0 else np.zeros(p.chain)
+    values_out = out if p.prefetch == 0 else np.zeros(p.chain)
+    fetched = np.zeros(num_stages + p.chain, np.bool_)
     stashed = np.zeros((len(backward), most))
     done, following = np.zeros(most), np.zeros(most)
     host = 0.0
@@ -83,8 +87,8 @@ def forecast(
             start, stop, z = forward[s], forward[s + 1], forward_z
         size: Int = t.sizes[z]
         count = (p.share + size - 1) // size
-        arrived = fetched[s]
-        if arrived < 0:
+        arrived = coming[d]
+        if not fetched[s]:
             arrived = max(coming[d], compute[d])
             if p.prefetch == 0:
                 arrived = max(arrived, max(out[d], reduced[d]))
@@ -102,22 +106,22 @@ def forecast(
             last = min(p.share, (i + 1) * size)
             if is_backward and not is_fused:
                 source = (last - 1) // t.sizes[forward_z]
-                coming[d] = max(max(coming[d], room), stashed[edge, source]) + t.value_bytes[y, start] / p.down
-                ready = max(ready, coming[d])
+                _move(values_in, coming, d, max(room, stashed[edge, source]), t.value_bytes[y, start] / p.down)
+                ready = max(ready, values_in[d])
                 if p.chain > 1 and p.peers:
                     peer_coming[d] = max(max(peer_coming[d], room), done[i]) + t.gradient_bytes[y, stop] / p.peer
                     later = peer_coming[d]
                 else:
-                    coming[d] = max(max(coming[d], room), done[i]) + t.gradient_bytes[y, stop] / p.down
-                    later = coming[d]
+                    _move(values_in, coming, d, max(room, done[i]), t.gradient_bytes[y, stop] / p.down)
+                    later = values_in[d]
             elif s > 0:
                 if p.chain > 1 and p.peers and size == size_before:
                     peer_coming[d] = max(max(peer_coming[d], room), done[i]) + t.value_bytes[y, start] / p.peer
                     ready = max(ready, peer_coming[d])
                 else:
                     source = (last - 1) // size_before
-                    coming[d] = max(max(coming[d], room), done[source]) + t.value_bytes[y, start] / p.down
-                    ready = max(ready, coming[d])
+                    _move(values_in, coming, d, max(room, done[source]), t.value_bytes[y, start] / p.down)
+                    ready = max(ready, values_in[d])
             if i == 0 and p.prefetch > 0 and s + p.chain < num_stages:
                 _prefetch(t, p, forward, backward, num_forward, num_stages, s, z, start, stop, coming, compute, fetched)
             end = max(max(compute[d], ready), out_before[d])
@@ -132,27 +136,41 @@ def forecast(
             following[i] = end
             if is_backward:
                 if s + 1 < num_stages and not (p.chain > 1 and p.peers):
-                    out_before[d] = out[d]
-                    out[d] = max(out[d], end) + t.gradient_bytes[y, start] / p.up
-                    following[i] = out[d]
+                    out_before[d] = values_out[d]
+                    _move(values_out, out, d, end, t.gradient_bytes[y, start] / p.up)
+                    following[i] = values_out[d]
             else:
                 is_out = False
                 for edge in range(edge_from, edge_to):
-                    out_before[d] = out[d]
-                    out[d] = max(out[d], end) + t.value_bytes[y, backward[edge]] / p.up
-                    stashed[edge, i] = out[d]
+                    out_before[d] = values_out[d]
+                    _move(values_out, out, d, end, t.value_bytes[y, backward[edge]] / p.up)
+                    stashed[edge, i] = values_out[d]
                     is_out = is_out or backward[edge] == stop
                 if p.chain == 1 or not p.peers or (s + 1 == num_forward and size != t.sizes[backward_z]):
                     if not is_out:
-                        out_before[d] = out[d]
-                        out[d] = max(out[d], end) + t.value_bytes[y, stop] / p.up
-                    following[i] = out[d]
+                        out_before[d] = values_out[d]
+                        _move(values_out, out, d, end, t.value_bytes[y, stop] / p.up)
+                    following[i] = values_out[d]
         if is_backward:
             host = max(host, _gradients_out(t, p, start, stop, d, compute, out, peer_coming, reduced))
             host += t.update_s[stop] - t.update_s[start]
         done, following = following, done
         size_before = size
-    return max(max(compute.max(), out.max()), host)
+    return max(max(compute.max(), max(out.max(), values_out.max())), host)
+
+
+@compiled
+def _move(values: Floats, state: Floats, d: Int, earliest: Float, seconds: Float) -> None:
+    """Move values of a microbatch, no sooner than ``earliest``; while weights or gradients move the same way, both
+    share the link.
+
+    ``values``, ``state``: until when the device's streams are busy; one array where they are one stream.
+    """
+    start = max(values[d], earliest)
+    if state[d] > start:  # never where they are one
+        state[d] += seconds
+        seconds = min(2 * seconds, state[d] - start)
+    values[d] = start + seconds
 
 
 @compiled
@@ -176,7 +194,7 @@ def _prefetch(
     stop: Int,
     coming: Floats,
     compute: Floats,
-    fetched: Floats,
+    fetched: NDArray[np.bool_],
 ) -> None:
     """Fetch the weights of the device's next pack, if they fit beside this one."""
     later = s + p.chain
@@ -188,7 +206,7 @@ def _prefetch(
     if need + num_bytes <= p.budget_bytes:
         d = s % p.chain
         coming[d] = max(coming[d], compute[d]) + num_bytes / p.down
-        fetched[later] = coming[d]
+        fetched[later] = True
 
 
 @compiled
@@ -372,9 +390,9 @@ def refine(
             for number in range(1, len(edges) - 1):
                 for step in (-1, 1):
                     is_shared = way == 1 and number == len(edges) - 2 and len(forward) > 1
-                    if not _move(edges, reach, number, step):
+                    if not _shift(edges, reach, number, step):
                         continue
-                    if is_shared and not _move_end(forward, t.forward_reach[forward_z], step):
+                    if is_shared and not _shift_end(forward, t.forward_reach[forward_z], step):
                         edges[number] -= step
                         continue
                     tries -= 1
@@ -392,7 +410,7 @@ def refine(
 
 
 @compiled
-def _move(edges: Ints, reach: Ints, number: Int, step: Int) -> Bool:
+def _shift(edges: Ints, reach: Ints, number: Int, step: Int) -> Bool:
     """Move an inner edge, if both packs beside it then fit."""
     edge = edges[number] + step
     if edge <= edges[number - 1] or edge >= edges[number + 1]:
@@ -404,7 +422,7 @@ def _move(edges: Ints, reach: Ints, number: Int, step: Int) -> Bool:
 
 
 @compiled
-def _move_end(edges: Ints, reach: Ints, step: Int) -> Bool:
+def _shift_end(edges: Ints, reach: Ints, step: Int) -> Bool:
     edge = edges[-1] + step
     if edge <= edges[-2] or reach[edges[-2]] < edge:
         return False

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from harmony_lab.costs import Cost, LayerCost, Profile, SharedParameter
+from harmony_lab.costs import Cost, Emulation, LayerCost, Profile, SharedParameter
 from harmony_lab.errors import HarmonyError, PlanDoesNotFitError
 from harmony_lab.layers import LayerSequence, padded
 from harmony_lab.machine import Machine
@@ -182,6 +182,7 @@ def assemble(
     updates: Sequence[UpdateCost],
     update_threads: int,
     *,
+    emulation: Emulation | None = None,
     cached: bool = False,
 ) -> Profile:
     """``costs``: by microbatch size and kind, ascending.  ``updates``: of each layer."""
@@ -202,6 +203,7 @@ def assemble(
         update_threads=update_threads,
         precision=layers.precision,
         master_bytes=_master_bytes(layers),
+        emulation=emulation,
         cached=cached,
     )
 

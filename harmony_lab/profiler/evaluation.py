@@ -9,6 +9,7 @@ from typing import Any
 from harmony_lab.errors import DecomposeError, HarmonyError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.plan import Pack, Plan
+from harmony_lab.profiler.compiling import compile_layers, is_compiled
 from harmony_lab.profiler.decompose import layers_of
 from harmony_lab.profiler.recipe import recipe_of
 
@@ -43,7 +44,7 @@ def evaluation_layers(layers: LayerSequence) -> LayerSequence:
             f"{type(layers.model).__name__} reads parameters in eval mode that training does not: {unknown[0]!r}. "
             "Evaluate it in plain PyTorch"
         )
-    return found
+    return compile_layers(found) if is_compiled(layers) else found
 
 
 def evaluation_plan(plan: Plan, trained: LayerSequence, evaluated: LayerSequence) -> Plan:

@@ -13,7 +13,9 @@ from harmony_lab.machine import Backend, Machine
 from harmony_lab.precision import Precision
 from harmony_lab.profiler.bench import Bench, Seconds, Weight
 from harmony_lab.profiler.cache import CostCache, Key, Numbers, layer_key, update_key
+from harmony_lab.profiler.compiling import compiled_in
 from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of
+from harmony_lab.profiler.emulation import MICROBATCH, emulation_of
 from harmony_lab.profiler.gauges import Target
 from harmony_lab.profiler.precision import in_precision
 from harmony_lab.profiler.steps import ProgressCallback, Steps
@@ -44,6 +46,9 @@ def profile(
     interrupt.
 
     ``precision``: what layers compute in, by default as the layers are (see ``in_precision``).
+    Of emulated devices it is also measured, once per process, what running them takes beside the layers
+    (``Profile.emulation``).
+
     ``microbatch_sizes``: what to measure; the profile interpolates between them.  By default 1, 2, 4, ... up to
     ``minibatch_size`` (the example batch's) or to the largest that fits into the device, six at most.
     ``trials``: seconds are the median of that many runs, after one to warm up.
@@ -84,7 +89,10 @@ class _Measurement:
         trials: int,
         cache: bool,
         progress: ProgressCallback | None,
+        *,
+        emulates: bool = True,
     ) -> None:
+        self._emulates = emulates
         self._layers = layers
         self._machine = machine
         self._target = target
@@ -116,6 +124,7 @@ class _Measurement:
             costs,
             updates,
             host.update_threads,
+            emulation=emulation_of(self._machine, _costs_of) if self._emulates else None,
             cached=self._num_measured == 0,
         )
 
@@ -125,12 +134,13 @@ class _Measurement:
         """Raises ``PlanDoesNotFitError`` where the layer alone, with what it reads, fits into none of the devices."""
         layer, number = self._layers.layers[index], self._kinds[index] + 1
         self._steps.begin(f"{layer.name} (kind {number} of {self._num_kinds}), microbatch of {size}", size)
-        key = layer_key(self._layers, index, self._target, size, self._trials) if self._caches else None
+        key = self._key(index, size)
         known = self._cache.get(key, len(Cost._fields))
         bench = None
         if known is None:
             bench, weight = self._weigh(index, size)
             seconds, spread = None, None
+            key = self._key(index, size)  # another one where it turned out that a layer cannot be compiled
             self._keep(key, weight)
         else:
             seconds, weight, spread = _read(known)
@@ -141,9 +151,14 @@ class _Measurement:
             self._keep(key, weight, seconds, spread)
         return Cost(*seconds, *weight, spread=spread)
 
+    def _key(self, index: int, size: int) -> Key | None:
+        return layer_key(self._layers, index, self._target, size, self._trials) if self._caches else None
+
     def _weigh(self, index: int, size: int) -> tuple[Bench, Weight]:
         self._num_measured += 1
         bench = Bench.prepare(self._layers, index, self._target, size)
+        if compiled_in(self._layers.layers[index].function) is not None:
+            bench.time()  # so that it is compiled, or has turned out not to be, before anything is counted
         return bench, bench.weigh()
 
     def _time(self, bench: Bench) -> tuple[Seconds, float | None]:
@@ -194,6 +209,12 @@ class _Measurement:
             self._trials,
             self._layers.trainable_bytes,
         )
+
+
+def _costs_of(layers: LayerSequence, machine: Machine) -> Profile:
+    """What layers take by themselves, for ``emulation_of``."""
+    sizes, target = Sizes.of((MICROBATCH,), MICROBATCH), Target.of(machine.devices[0])
+    return _Measurement(layers, machine, target, None, sizes, 5, False, None, emulates=False).profile()
 
 
 def _read(known: Numbers) -> tuple[Seconds | None, Weight, float | None]:

@@ -10,6 +10,7 @@ of device.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from harmony_lab.layers import LayerCall, LayerSequence
 __all__ = [
     "BatchDim",
     "PerSampleRandomness",
+    "TracedCall",
     "attention",
     "bernoulli",
     "drawn",
@@ -73,19 +75,76 @@ def _draw(
     call: LayerCall, op: int, tensor: torch.Tensor, batch: BatchDim, method: str, args: Sequence[Any]
 ) -> torch.Tensor:
     """Fill ``tensor`` sample by sample with its in-place random ``method``; ``op`` counts from the layer's first."""
+    if isinstance(call, TracedCall):
+        return tensor.copy_(call.draw(op, tensor, batch, method, args))
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return tensor  # shapes only
+    return _fill(tensor, call.seed, call.samples[0], op + call.first_random_op, batch, method, args)
+
+
+def _fill(
+    tensor: torch.Tensor, seed: int, first_sample: int, op: int, batch: BatchDim, method: str, args: Sequence[Any]
+) -> torch.Tensor:
     generator = torch.Generator(tensor.device)
-    op += call.first_random_op
     if batch.dim is None:
-        generator.manual_seed(sample_seed(call.seed, call.samples[0], op))
+        generator.manual_seed(sample_seed(seed, first_sample, op))
         getattr(tensor, method)(*args, generator=generator)
         return tensor
     num_samples = tensor.shape[batch.dim] // batch.rows
     for index in range(num_samples):
-        generator.manual_seed(sample_seed(call.seed, call.samples[0] + index, op))
+        generator.manual_seed(sample_seed(seed, first_sample + index, op))
         getattr(batch.of_sample(tensor, index, num_samples), method)(*args, generator=generator)
     return tensor
+
+
+# -- draws in compiled code -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedCall(LayerCall):
+    """The call of a layer that is being compiled: code made once serves every step and microbatch.
+
+    So what a draw depends on comes in with each call, as a tensor on the host: ``origin`` holds the seed, the first
+    sample and the ordinal of the layer's first random op.
+    """
+
+    origin: torch.Tensor
+
+    def draw(self, op: int, like: torch.Tensor, batch: BatchDim, method: str, args: Sequence[Any]) -> torch.Tensor:
+        """One op that compilers leave as it is, with the strides of ``like``: they decide where which number goes."""
+        form = (like.shape, like.stride(), like.dtype, like.device)
+        numbers = [float(number) for number in args]
+        drawn: torch.Tensor = _draw_opaquely(self.origin, op, *form, *batch, method, numbers)
+        return drawn
+
+
+@torch.library.custom_op("harmony_lab::draw", mutates_args=())
+def _draw_opaquely(
+    origin: torch.Tensor,
+    op: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    dim: int | None,
+    rows: int,
+    blocks: int,
+    method: str,
+    args: Sequence[float],
+) -> torch.Tensor:
+    seed, first_sample, first_op = origin.tolist()
+    tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return _fill(tensor, seed, first_sample, op + first_op, BatchDim(dim, rows, blocks), method, args)
+
+
+@_draw_opaquely.register_fake
+def _(
+    origin: Any, op: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, *args: Any
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+# -- random ops -------------------------------------------------------------------------------------------------------
 
 
 def _mask(call: LayerCall, op: int, mask: torch.Tensor, p: float, batch: BatchDim) -> torch.Tensor:

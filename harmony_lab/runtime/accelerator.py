@@ -18,6 +18,8 @@ from harmony_lab.runtime.reduction import Shard, Traffic, sum_shards
 
 __all__ = ["AcceleratorBackend"]
 
+_PART_SIZE = 16 * 2**20
+
 
 class AcceleratorBackend:
     """The CUDA devices of a machine.  Raises ``HarmonyError`` where one is missing."""
@@ -70,8 +72,9 @@ class AcceleratorBackend:
     def transfer(self, copies: Sequence[Copy]) -> None:
         with torch.no_grad():
             for copy in copies:
-                for to, source in copy.pairs:
-                    to.copy_(self._reachable(copy.source, copy.destination, source), non_blocking=True)
+                for whole, source in copy.pairs:
+                    for to, part in _parts(whole, self._reachable(copy.source, copy.destination, source)):
+                        to.copy_(part, non_blocking=True)
         _wait_for(torch.cuda.current_stream())
 
     def reduce(self, device: int, shards: Sequence[Shard]) -> Traffic:
@@ -94,6 +97,14 @@ class AcceleratorBackend:
         arrived = torch.empty_like(given, device=self.torch_device(destination))
         arrived.copy_(given)
         return torch.equal(arrived.cpu(), given.cpu())
+
+
+def _parts(to: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """A large flat copy in parts: between them the device's copy engine takes what other streams have to copy."""
+    if to.dim() == 1:
+        yield from zip(torch.split(to, _PART_SIZE), torch.split(source, _PART_SIZE), strict=True)
+    else:
+        yield to, source
 
 
 def _wait_for(stream: torch.cuda.Stream) -> None:

@@ -1,5 +1,7 @@
 """Executor: runs Programs on a backend, and reports what really happened as a Trace."""
 
+import random
+
 import numpy as np
 
 from harmony_lab.errors import ProgramError, TrainingError
@@ -20,13 +22,17 @@ class Executor:
     """Owns the threads: one per (device, stream) that a program has used, kept until ``close``.
 
     ``chaos_seed``: every op is delayed at random before it starts and before it counts as done, so that a missing edge
-    shows.
+    shows.  ``interleaves``: without delays and threads; all ops run in the caller's, one after the other, in a random
+    order that the program's edges allow.
     """
 
-    def __init__(self, backend: Backend, machine: Machine, *, chaos_seed: int | None = None) -> None:
+    def __init__(
+        self, backend: Backend, machine: Machine, *, chaos_seed: int | None = None, interleaves: bool = False
+    ) -> None:
         self._backend = backend
         self._machine = machine
         self._chaos_seed = chaos_seed
+        self._interleaves = interleaves
         self._workers = Workers(backend.enter_worker)
         self._waits: dict[int, tuple[Program, Waits]] = {}
 
@@ -42,7 +48,8 @@ class Executor:
         _require_runnable(program)
         backend, ledgers = self._backend, training.ledgers
         waits = self._waits_of(program)
-        self._workers.prepare(waits.queues)
+        if not self._interleaves:
+            self._workers.prepare(waits.queues)
         memory = training.memory.of(program)
         memory.prepare()
         training.places.settle(program)
@@ -53,7 +60,10 @@ class Executor:
         for ledger in (*ledgers, training.host):
             ledger.begin(job.origin_s)
         try:
-            self._workers.run(job)
+            if self._interleaves:
+                job.interleave(random.Random(chaos))
+            else:
+                self._workers.run(job)
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(step.describe_changes())
             raise

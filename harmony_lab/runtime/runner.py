@@ -52,8 +52,8 @@ class Runner:
     training that goes on.  ``chaos_seed``: see ``Executor``; then every allocation of every step is counted and freed
     memory is poisoned.  ``max_grad_norm``, ``observe``: see ``Updates``.  ``stop_on_nan``: see ``Losses``; before any
     update if programs have the edges that ``ordering.updating_after`` adds.  ``evaluation`` is asked once, when a batch
-    is first evaluated.  ``timed``: see ``EmulatedBackend``.  May be used from any thread, one step at a time, and after
-    an error.
+    is first evaluated.  ``interleaves``: see ``Executor``; emulated links then take no time.  May be used from any
+    thread, one step at a time, and after an error.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Runner:
         evaluation: Callable[[], Evaluation] | None = None,
         observe: GradientObserver | None = None,
         lower_for_several: Callable[[int], Program] | None = None,
-        timed: bool = True,
+        interleaves: bool = False,
     ) -> None:
         self.step_count = first_step
         self.last_trace: Trace | None = None
@@ -90,7 +90,7 @@ class Runner:
         self._closed = False
         self._optimizer = PackOptimizer(optimizer, layers)
         self._chaos = chaos_seed is not None
-        backend = _backend(machine, timed=timed, poisons=self._chaos)
+        backend = _backend(machine, timed=not interleaves, poisons=self._chaos)
         layouts = Layouts(layers)
         self._store = HostStore(layers, layouts, pin=backend.pins_host_memory)
         ledgers = [Ledger(device.name, device.memory_bytes) for device in machine.devices]
@@ -106,7 +106,7 @@ class Runner:
             memory=BlockMemories(layers, layouts, DeviceMemory(backend, shared=not self._chaos)),
             places=self._places,
         )
-        self._executor = Executor(backend, machine, chaos_seed=chaos_seed)
+        self._executor = Executor(backend, machine, chaos_seed=chaos_seed, interleaves=interleaves)
 
     def step(self, batch: Any) -> float:
         """Train on one minibatch; returns its loss.  See ``accumulate``."""

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -95,6 +96,33 @@ class Job:
         except BaseException as error:
             self._fail("the end of the step" if at is None else f"op {at}, {self.program.ops[at]}", error)
         self._leave(key)
+
+    def interleave(self, rng: random.Random) -> None:
+        """Run every op in this thread, one at a time, in one of the orders that the program's edges allow.
+
+        Some queues are favoured, so that they run as far ahead as nothing holds them up.
+        """
+        queues = {key: deque(queue) for key, queue in self.queues.items()}
+        favour = {key: rng.random() for key in queues}
+        passive, at = self._ready(), None
+        try:
+            while passive or queues:
+                heads = [key for key, queue in queues.items() if not self._counts[queue[0]]]
+                if passive and (not heads or rng.random() < 0.5):
+                    at = passive.pop(rng.randrange(len(passive)))
+                else:
+                    key = max(heads, key=favour.__getitem__) if rng.random() < 0.5 else rng.choice(heads)
+                    at = queues[key].popleft()
+                    if not queues[key]:
+                        del queues[key]
+                passive += self._run(at, None)
+        except BaseException as error:
+            self._fail("the end of the step" if at is None else f"op {at}, {self.program.ops[at]}", error)
+            if isinstance(error, KeyboardInterrupt):
+                raise
+        finally:
+            for key in self.queues:
+                self._leave(key)
 
     def _ready(self) -> list[int]:
         """The passive ops that wait for nothing, once."""

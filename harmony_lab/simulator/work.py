@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from harmony_lab.compiled import Floats, Ints, compiled
-from harmony_lab.costs import Profile
+from harmony_lab.costs import Emulation, Profile
 from harmony_lab.machine import HOST, Backend, Machine
 from harmony_lab.program import (
     OP_CODES,
@@ -15,6 +15,7 @@ from harmony_lab.program import (
     OpColumns,
     OpKind,
     Program,
+    Stream,
     TensorKind,
     shard_bounds,
 )
@@ -29,7 +30,7 @@ _FORWARD, _RECOMPUTE, _BACKWARD, _UPDATE, _SWAP_IN, _SWAP_OUT, _SEND, _RECV, _AL
 _SAVED, _WEIGHT, _GRADIENT, _OPTIMIZER = (
     TENSOR_CODES[k] for k in (TensorKind.SAVED, TensorKind.WEIGHT, TensorKind.GRADIENT, TensorKind.OPTIMIZER)
 )
-_NUM_STREAMS = 7
+_NUM_STREAMS = len(Stream)
 
 
 class Work(NamedTuple):
@@ -55,11 +56,14 @@ def work_of(program: Program, profile: Profile, machine: Machine) -> Work:
     tail_s += _release_s(program, machine)
 
     threads = _threads(ops, machine)
+    on_cores_s = seconds.copy()
+    if profile.emulation is not None:
+        _add_emulation(profile.emulation, ops, machine, (op, num_bytes), on_cores_s, threads, tail_s)
     on_cores = np.flatnonzero(threads)
     op, route, amount = (
         np.concatenate([op, on_cores]),
         np.concatenate([route, np.full(len(on_cores), core_route)]),
-        np.concatenate([num_bytes.astype(np.float64), seconds[on_cores]]),
+        np.concatenate([num_bytes.astype(np.float64), on_cores_s[on_cores]]),
     )
     cap = np.where(route == core_route, 1.0, np.inf)
     weight = np.where(route == core_route, threads[op], 1.0)
@@ -77,6 +81,31 @@ def _threads(ops: OpColumns, machine: Machine) -> Floats:
     threads: Floats = np.where(ops.kind <= _UPDATE, computing, 0.0)
     threads[(ops.kind == _UPDATE) & (ops.device == HOST)] = machine.host.update_threads
     return threads
+
+
+def _add_emulation(
+    emulation: Emulation,
+    ops: OpColumns,
+    machine: Machine,
+    carried: tuple[Ints, Ints],
+    on_cores_s: Floats,
+    threads: Floats,
+    tail_s: Floats,
+) -> None:
+    """What emulated devices take of the host's cores beside kernels: running the op and, for transfers, copying.
+
+    ``carried``: (op, bytes) of transfers, whose copies go on while the links count them.
+    """
+    emulated = np.array([*(device.backend is Backend.EMULATED for device in machine.devices), True])[ops.device]
+    op, num_bytes = carried
+    copied = np.zeros(len(ops.kind))
+    np.add.at(copied, op, num_bytes)
+    moves = emulated & np.isin(ops.kind, (_SWAP_IN, _SWAP_OUT, _RECV, _ALL_REDUCE))
+    on_cores_s[moves] = emulation.transfer_s + copied[moves] / emulation.copied_bytes_per_s
+    threads[moves] = 1.0
+    works = emulated & (ops.kind <= _UPDATE)
+    on_cores_s[works] += emulation.compute_s
+    tail_s[moves | works] += emulation.waking_s
 
 
 def _release_s(program: Program, machine: Machine) -> Floats:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harmony_lab.bench import chaos, gpu, prediction, runtime
+from harmony_lab.bench import chaos, compiled, gpu, prediction, runtime
 from harmony_lab.bench.decoder import Decoder, Shape, decoder_batch
 from harmony_lab.bench.training import Subject, emulated, layerwise_plan, plain_step, trainer
 from harmony_lab.machine import Machine
@@ -38,6 +38,17 @@ def test_prediction_reports_a_row_per_mode_and_link_with_exact_swap_bytes(tmp_pa
     assert found["worst_error"] == max(row["error"] for row in found["rows"])
     prediction.to_json(found, tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())["rows"]
+
+
+def test_compiled_layers_are_set_beside_plain_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiled, "compile_layers", lambda layers: layers)  # compiling has tests of its own
+    found = compiled.bench_compiled(rounds=1, shapes=(TINY,))
+    (row,) = found["rows"]
+    assert row["saved_ratio"] == 1
+    assert found["median_ratio"] == row["ratio"] > 0
+    assert row["compute_ratio"] > 0
+    compiled.to_json(found, tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text()) == found
 
 
 def test_the_plain_step_that_overhead_is_measured_against_does_the_same_work() -> None:

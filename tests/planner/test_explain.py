@@ -82,7 +82,7 @@ def test_advice_is_what_the_simulator_says_of_the_changed_machine() -> None:
     before = run(lower(plan, PROFILE, machine), PROFILE, machine).makespan_s
     assert links.step_s == run(lower(plan, PROFILE, faster), PROFILE, faster).makespan_s
     assert links.saved == pytest.approx(1 - links.step_s / before)
-    assert first is links
+    assert links.saved == pytest.approx(first.saved, rel=0.01)  # so slow a link is what binds
 
 
 def test_advice_follows_what_binds() -> None:

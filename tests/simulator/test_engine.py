@@ -55,6 +55,16 @@ def test_prefetch_hides_all_but_the_first_fetch_and_the_last_gradients_behind_co
     assert made == pytest.approx(first + COMPUTING + last)
 
 
+def test_values_do_not_wait_behind_the_weights_of_the_next_pack() -> None:
+    """Weights take as long as computing three of a pack's four microbatches; boundaries' values are on the host."""
+    profile = toys.profile(8)
+    link = 2 * LAYER_BYTES / (3 * 2 * 2 * FORWARD_S)
+    machine = toys.gpus(1, memory_bytes=100_000_000, link=link)
+    ends = 4 * LAYER_BYTES / link + 2 * UPDATE_S  # the first pack's weights, the last one's gradients
+    made = makespan_s(lower(staying(1).with_(device_stash=()), profile, machine), profile, machine)
+    assert COMPUTING + ends < made < 1.03 * (COMPUTING + ends)
+
+
 def test_two_devices_work_on_different_microbatches_at_the_same_time() -> None:
     """Short packs on one device, the long last one on the other, which is never idle::
 

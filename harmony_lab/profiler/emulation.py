@@ -1,0 +1,179 @@
+"""emulation: what emulated devices take of this host beside kernels and links, measured by running a tiny program."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from harmony_lab.costs import Emulation, Profile
+from harmony_lab.layers import LayerSequence
+from harmony_lab.machine import Backend, Machine
+from harmony_lab.profiler.decompose import decompose
+from harmony_lab.program import Block, Op, OpKind, Program, Stream, TensorKind
+from harmony_lab.runtime.layout import Layouts
+from harmony_lab.runtime.runner import Runner
+from harmony_lab.simulator.engine import makespan_s
+from harmony_lab.trace import Trace
+
+__all__ = ["MICROBATCH", "emulation_of"]
+
+_WIDTH = 256
+MICROBATCH = 64  # samples: with that width, layers take about a millisecond
+_MICROBATCHES = 8
+_STEPS, _WARM_UP = 5, 2
+_COPIED_BYTES = 16 * 2**20  # more than caches hold
+_COPIES = 5
+_MOST_SLOWED = 8.0
+_HALVINGS = 12
+_BUDGET = 2**26  # bytes
+_WHOLE = (0, 2)
+_NO_SAMPLES = (0, 0)
+_known: dict[int, Emulation] = {}
+
+
+def emulation_of(machine: Machine, costs_of: Callable[[LayerSequence, Machine], Profile]) -> Emulation | None:
+    """None for real devices.  Measured once per number of devices.  ``costs_of``: profiles layers, without this.
+
+    What one op takes is seen on one device.  Several share the interpreter and the cores: how much longer that takes
+    beyond what the simulator says of shared cores is seen on all of them at once, and taken for every op.
+    """
+    if any(device.backend is not Backend.EMULATED for device in machine.devices):
+        return None
+    count = machine.num_devices
+    if count not in _known:
+        with torch.random.fork_rng(devices=()):
+            _known[count] = _measured(count, costs_of)
+    return _known[count]
+
+
+def _measured(num_devices: int, costs_of: Callable[[LayerSequence, Machine], Profile]) -> Emulation:
+    alone, costs = _run(1, costs_of)
+    of_layers = [costs.cost(layer, MICROBATCH) for layer in range(*_WHOLE)]
+    kernels_s = sum(cost.recompute_s + cost.backward_s for cost in of_layers)
+    spans = [span for trace in alone for span in _spans(trace)]
+    computing = [seconds for kind, seconds, _ in spans if kind in (OpKind.FORWARD, OpKind.BACKWARD)]
+    moving = [seconds for kind, seconds, _ in spans if kind in (OpKind.SWAP_IN, OpKind.SWAP_OUT)]
+    emulation = Emulation(
+        compute_s=max(0.0, statistics.fmean(computing) - kernels_s / 2),
+        transfer_s=statistics.fmean(moving),
+        waking_s=statistics.median(gap for kind, _, gap in spans if kind is OpKind.SWAP_OUT),
+        copied_bytes_per_s=_COPIED_BYTES / _copy_s(),
+    )
+    if num_devices == 1:
+        return emulation
+    together, costs = _run(num_devices, costs_of)
+    return _slowed(emulation, together, costs)
+
+
+def _run(num_devices: int, costs_of: Callable[[LayerSequence, Machine], Profile]) -> tuple[list[Trace], Profile]:
+    model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH))
+    batch = torch.zeros(2, num_devices * _MICROBATCHES * MICROBATCH, _WIDTH)
+    layers = decompose(model, (batch[0], batch[1]), nn.functional.mse_loss)
+    machine = Machine.emulated(num_devices, memory=_BUDGET, link=1e12)
+    machine = replace(machine, devices=tuple(replace(device, compute_threads=1) for device in machine.devices))
+    program = _program(layers, num_devices)
+    traces: list[Trace] = []
+    with Runner(layers, torch.optim.SGD(model.parameters(), lr=0.0), machine, lambda size: program) as runner:
+        for _ in range(_WARM_UP + _STEPS):
+            runner.step((batch[0], batch[1]))
+            assert runner.last_trace is not None
+            traces.append(runner.last_trace)
+    return traces[_WARM_UP:], costs_of(layers, machine)
+
+
+def _slowed(emulation: Emulation, traces: Sequence[Trace], costs: Profile) -> Emulation:
+    """With ops that take as many times as long as makes the simulator agree with these."""
+    measured_s = statistics.median(trace.makespan_s for trace in traces)
+    low, high = 1.0, _MOST_SLOWED
+
+    def by(factor: float) -> Emulation:
+        return emulation._replace(compute_s=factor * emulation.compute_s, transfer_s=factor * emulation.transfer_s)
+
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        simulated_s = makespan_s(traces[0].program, replace(costs, emulation=by(middle)), traces[0].machine)
+        low, high = (middle, high) if simulated_s < measured_s else (low, middle)
+    return by((low + high) / 2)
+
+
+def _program(layers: LayerSequence, num_devices: int) -> Program:
+    """Every device runs its microbatches one after the other, each from its inputs to its loss; nothing is updated."""
+    layouts = Layouts(layers)
+    flat = {kind: layouts.of(kind, _WHOLE).num_bytes for kind in (TensorKind.WEIGHT, TensorKind.GRADIENT)}
+    blocks: list[Block] = []
+    ops: list[Op] = []
+
+    def block(kind: TensorKind, device: int, layer: tuple[int, int], samples: tuple[int, int], num_bytes: int) -> int:
+        blocks.append(Block(kind, device, layer, samples, num_bytes))
+        return len(blocks) - 1
+
+    def op(kind: OpKind, device: int, stream: Stream, samples: tuple[int, int], **lists: tuple[int, ...]) -> int:
+        ops.append(Op(kind, device, stream, _WHOLE, samples, **lists))
+        return len(ops) - 1
+
+    for device in range(num_devices):
+        weight = block(TensorKind.WEIGHT, device, _WHOLE, _NO_SAMPLES, flat[TensorKind.WEIGHT])
+        gradient = block(TensorKind.GRADIENT, device, _WHOLE, _NO_SAMPLES, flat[TensorKind.GRADIENT])
+        came = op(OpKind.SWAP_IN, device, Stream.SWAP_IN, _NO_SAMPLES, writes=(weight,))
+        computed = [came, came]
+        edges = [(device * _MICROBATCHES + number) * MICROBATCH for number in range(_MICROBATCHES + 1)]
+        num_bytes = sum(spec.num_bytes(MICROBATCH) for spec in layers.batch)
+        for number, sample in enumerate(pairwise(edges)):
+            inputs = block(TensorKind.INPUT, device, _WHOLE, sample, num_bytes)
+            loss = block(TensorKind.ACTIVATION, device, (2, 2), sample, 4)
+            saved = block(TensorKind.SAVED, device, _WHOLE, sample, 2**23)
+            there = block(TensorKind.ACTIVATION, -1, (2, 2), sample, 4)
+            room = (computed[-2],)  # for two at a time
+            came = op(OpKind.SWAP_IN, device, Stream.SWAP_IN, sample, writes=(inputs,), after=room)
+            forward = op(
+                OpKind.FORWARD,
+                device,
+                Stream.COMPUTE,
+                sample,
+                reads=(weight, inputs),
+                writes=(loss, saved),
+                after=(came,),
+            )
+            out = {"reads": (loss,), "writes": (there,), "frees": (loss,), "after": (forward,)}
+            op(OpKind.SWAP_OUT, device, Stream.SWAP_OUT, sample, **out)
+            sums = {"reads": (weight, inputs, saved), "writes": (gradient,)}
+            if number:
+                sums = {"reads": (weight, gradient, inputs, saved)}
+            computed.append(op(OpKind.BACKWARD, device, Stream.COMPUTE, sample, frees=(inputs, saved), **sums))
+    return Program(
+        minibatch_size=num_devices * _MICROBATCHES * MICROBATCH,
+        num_layers=2,
+        budgets=(_BUDGET,) * num_devices,
+        blocks=tuple(blocks),
+        ops=tuple(ops),
+    )
+
+
+def _spans(trace: Trace) -> Iterator[tuple[OpKind, float, float]]:
+    """Of microbatches: the kind of each op, its seconds, and those from when it could start to when it did."""
+    for number, op, start_s, end_s in trace.spans():
+        if op.samples != _NO_SAMPLES:
+            queue = trace.program.queues[op.device, op.stream]
+            position = queue.index(number)
+            before = (*op.after, *(queue[position - 1 : position] if position else ()))
+            yield op.kind, end_s - start_s, start_s - max((float(trace.end_s[other]) for other in before), default=0.0)
+
+
+def _copy_s() -> float:
+    """To copy ``_COPIED_BYTES`` with one thread."""
+    source, to = torch.zeros(2, _COPIED_BYTES, dtype=torch.uint8)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = []
+        for _ in range(_COPIES):
+            start_s = time.perf_counter()
+            to.copy_(source)
+            seconds.append(time.perf_counter() - start_s)
+        return statistics.median(seconds)
+    finally:
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,60 @@
+"""What emulated devices take beside kernels and links: measured, kept in the profile, simulated."""
+
+from dataclasses import replace
+
+import pytest
+import toy_profiles as toys
+from small_layers import mlp
+
+from harmony_lab.costs import Emulation, Profile
+from harmony_lab.machine import Machine
+from harmony_lab.plan import Plan
+from harmony_lab.planner.lower import lower
+from harmony_lab.profiler import emulation
+from harmony_lab.profiler.measure import _costs_of, profile
+from harmony_lab.simulator.engine import run
+
+EMULATION = Emulation(compute_s=0.002, transfer_s=0.003, waking_s=0.0005, copied_bytes_per_s=1e9)
+PLAN = Plan.parse("pp minibatch=2 forward=2[] backward=2[0:4] devices=0")
+
+
+def test_a_profile_of_emulated_devices_knows_what_running_them_adds() -> None:
+    found = profile(mlp(), Machine.emulated(2), microbatch_sizes=(2,), trials=1, cache=False)
+    assert found.emulation is not None
+    assert all(number > 0 for number in found.emulation)
+    assert Profile.from_json(found.to_json()) == found
+    assert Profile.from_json({**found.to_json(), "emulation": None}).emulation is None
+
+
+def test_ops_of_emulated_devices_take_their_part_of_a_core_too() -> None:
+    machine = Machine.emulated(1, memory="1GiB", link=1e8)
+    machine = replace(machine, host=replace(machine.host, num_cores=16))
+    costs = toys.profile(4)
+    program = lower(PLAN, costs, machine)
+    plain, emulated = (run(program, given, machine) for given in (costs, replace(costs, emulation=EMULATION)))
+    for number, op in enumerate(program.ops):
+        before, after = (trace.end_s[number] - trace.start_s[number] for trace in (plain, emulated))
+        if program.transfers(number):
+            copied_s = 0.003 + sum(part.num_bytes for part in program.transfers(number)) / 1e9
+            assert after == pytest.approx(max(before, copied_s) + 0.0005), op
+        else:
+            assert after == pytest.approx(before + 0.002 + 0.0005), op
+
+
+def test_real_devices_are_simulated_without() -> None:
+    machine = toys.gpus(2, memory_bytes=10**9)
+    plan = PLAN.with_(mode="dp", devices=(0, 1))
+    costs = toys.profile(4)
+    program = lower(plan, costs, machine)
+    transfers = [number for number in range(len(program.ops)) if program.transfers(number)]
+    plain, emulated = (run(program, given, machine) for given in (costs, replace(costs, emulation=EMULATION)))
+    assert emulated.end_s[transfers].tolist() == plain.end_s[transfers].tolist()
+
+
+def test_several_devices_are_slowed_until_the_simulator_agrees() -> None:
+    traces, costs = emulation._run(2, _costs_of)
+    machine = traces[0].machine
+    slowed = EMULATION._replace(compute_s=3 * EMULATION.compute_s, transfer_s=3 * EMULATION.transfer_s)
+    as_if_measured = run(traces[0].program, replace(costs, emulation=slowed), machine)
+    found = emulation._slowed(EMULATION, [as_if_measured], costs)
+    assert found == pytest.approx(slowed, rel=0.01)
