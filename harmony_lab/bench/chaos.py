@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_lab.costs import Profile
-from harmony_lab.errors import HarmonyError, PlanError
+from harmony_lab.errors import PlanError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Pack, Plan
@@ -59,11 +59,11 @@ def run_plan(seed: int) -> str | None:
     layers, costs = _model(rng.randint(3, 12))
     model = layers.model
     start = copy.deepcopy(model.state_dict())
-    setting = _setting(rng, len(layers), costs)
-    generator = torch.Generator().manual_seed(seed)
-    size = setting.plan.minibatch_size
-    batches = [_batch(size, generator) for _ in range(_STEPS)]
+    plan = _plan(rng, len(layers))
     try:
+        setting = _setting(rng, plan, costs)
+        generator = torch.Generator().manual_seed(seed)
+        batches = [_batch(setting.plan.minibatch_size, generator) for _ in range(_STEPS)]
         expected = _plain(model, batches)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         in_threads = seed % _IN_THREADS_EVERY == 0
@@ -85,8 +85,8 @@ def run_plan(seed: int) -> str | None:
         if held != _state_bytes(setting.program):
             return f"{setting.plan}: {held} bytes are held on the devices between steps"
         return f"{setting.plan}: {left} bytes are left on the devices" if any(left) else None
-    except HarmonyError as error:
-        return f"{setting.plan}: {error}"
+    except Exception as error:  # whatever it is, it comes with its seed
+        return f"{plan}: {type(error).__name__}: {error}"
     finally:
         model.load_state_dict(start)
 
@@ -128,9 +128,8 @@ def _plain(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[Tenso
 # -- random plans -----------------------------------------------------------------------------------------------------
 
 
-def _setting(rng: random.Random, num_layers: int, costs: Profile) -> _Setting:
-    """A plan, and devices that have just the memory it needs."""
-    plan = _plan(rng, num_layers)
+def _setting(rng: random.Random, plan: Plan, costs: Profile) -> _Setting:
+    """The plan, with some updates on devices, and devices that have just the memory it needs."""
     machine = Machine.emulated(3, memory="64MiB", link=1e12, peer_transfers=rng.random() < 0.8)
     share = rng.choice((0.0, 0.5, 1.0))
     plan = plan.with_(device_updates=[pack for pack in updatable(plan, costs, machine) if rng.random() < share])

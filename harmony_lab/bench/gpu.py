@@ -1,14 +1,17 @@
 """Benchmark on a GPU, in one short run that needs torch, numpy and pandas only; without a GPU, its emulated form.
 
-``python -m harmony_lab.bench.gpu --json FILE``: whether training equals plain PyTorch's, what the links carry, and a
-GPT-2-shaped model whose state is four times the memory that plans may use: its step against the prediction, the lower
-bound, saved tensors offloaded on demand, and FSDP with its CPU offload.
+``python -m harmony_lab.bench.gpu --json FILE``: the tests that need a GPU, whether training equals plain PyTorch's,
+what the links carry, and a GPT-2-shaped model whose state is four times the memory that plans may use: its step against
+the prediction, the lower bound, saved tensors offloaded on demand, and FSDP with its CPU offload.
 """
 
 import argparse
 import copy
+import importlib.util
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -61,6 +64,7 @@ def bench_gpu(*, progress: Progress = lambda text: None) -> dict[str, Any]:
     if isinstance(probed, LinkProbe):
         machine = probed.machine
         found["links"] = [{name: getattr(rate, name) for name in rate.__dataclass_fields__} for rate in probed.rates]
+    _part(found, "tests", progress, _gpu_tests)
     _part(found, "equality", progress, lambda: _equality(machine))
     shape = _ON_GPU if on_gpu else _EMULATED
     _part(found, "training", progress, lambda: _training(shape, machine, Precision.FP32))
@@ -83,6 +87,18 @@ def _part(found: dict[str, Any], name: str, progress: Progress, run: Callable[[]
         found[name] = {"error": f"{type(error).__name__}: {error}"}
     progress(f"{name} ({time.perf_counter() - began:.1f} s): {found[name]}")
     return found[name]
+
+
+def _gpu_tests() -> str:
+    """The outcome of the tests that need a GPU, where this runs from the project's folder and pytest is there."""
+    tests = Path(__file__).parents[2] / "tests"
+    if not torch.cuda.is_available():
+        return "need a GPU"
+    if importlib.util.find_spec("pytest") is None or not tests.is_dir():
+        return "not run: pytest or the tests are not here"
+    options = ["-m", "gpu", "-q", "-o", "addopts=", "--import-mode=importlib"]
+    ran = subprocess.run([sys.executable, "-m", "pytest", *options, str(tests)], capture_output=True, text=True)
+    return (ran.stdout or ran.stderr).strip().splitlines()[-1]
 
 
 def _links(machine: Machine) -> LinkProbe:

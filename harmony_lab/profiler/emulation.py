@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,10 +35,14 @@ _BUDGET = 2**26  # bytes
 _WHOLE = (0, 2)
 _NO_SAMPLES = (0, 0)
 _known: dict[int, Emulation] = {}
+_one_at_a_time = Lock()
 
 
-def emulation_of(machine: Machine, costs_of: Callable[[LayerSequence, Machine], Profile]) -> Emulation | None:
-    """None for real devices.  Measured once per number of devices.  ``costs_of``: profiles layers, without this.
+def emulation_of(
+    machine: Machine, costs_of: Callable[[LayerSequence, Machine], Profile], *, anew: bool = False
+) -> Emulation | None:
+    """None for real devices.  Measured once per number of devices, and where it is asked for ``anew``.  ``costs_of``:
+    profiles layers, without this.
 
     What one op takes is seen on one device.  Several share the interpreter and the cores: how much longer that takes
     beyond what the simulator says of shared cores is seen on all of them at once, and taken for every op.
@@ -44,10 +50,11 @@ def emulation_of(machine: Machine, costs_of: Callable[[LayerSequence, Machine], 
     if any(device.backend is not Backend.EMULATED for device in machine.devices):
         return None
     count = machine.num_devices
-    if count not in _known:
-        with torch.random.fork_rng(devices=()):
-            _known[count] = _measured(count, costs_of)
-    return _known[count]
+    with _one_at_a_time:
+        if anew or count not in _known:
+            with torch.random.fork_rng(devices=()):
+                _known[count] = _measured(count, costs_of)
+        return _known[count]
 
 
 def _measured(num_devices: int, costs_of: Callable[[LayerSequence, Machine], Profile]) -> Emulation:
@@ -70,8 +77,9 @@ def _measured(num_devices: int, costs_of: Callable[[LayerSequence, Machine], Pro
 
 
 def _run(num_devices: int, costs_of: Callable[[LayerSequence, Machine], Profile]) -> tuple[list[Trace], Profile]:
-    model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH))
-    batch = torch.zeros(2, num_devices * _MICROBATCHES * MICROBATCH, _WIDTH)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the user has as defaults
+    model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH, **like), nn.Linear(_WIDTH, _WIDTH, **like))
+    batch = torch.zeros(2, num_devices * _MICROBATCHES * MICROBATCH, _WIDTH, **like)
     layers = decompose(model, (batch[0], batch[1]), nn.functional.mse_loss)
     machine = Machine.emulated(num_devices, memory=_BUDGET, link=1e12)
     machine = replace(machine, devices=tuple(replace(device, compute_threads=1) for device in machine.devices))

@@ -124,7 +124,7 @@ class _Measurement:
             costs,
             updates,
             host.update_threads,
-            emulation=emulation_of(self._machine, _costs_of) if self._emulates else None,
+            emulation=emulation_of(self._machine, _costs_of, anew=not self._caches) if self._emulates else None,
             cached=self._num_measured == 0,
         )
 

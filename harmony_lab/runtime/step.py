@@ -98,35 +98,38 @@ class Step:
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def perform(self, index: int, op: Op) -> None:
-        """Run one op and free what it frees."""
-        with self._backend.running(op.device, op.stream):
-            match op.kind:
-                case OpKind.FORWARD:
-                    self._forward(op)
-                case OpKind.RECOMPUTE:
-                    self._recompute(op)
-                case OpKind.BACKWARD:
-                    self._backward(op)
-                case OpKind.UPDATE:
-                    assert self._updates is not None, f"{op}: nothing to update with"
-                    if op.device == HOST:
-                        self._updates.perform(op, self._program, self._blocks)
-                    else:
-                        self._update_on_device(op, self._updates)
-                case OpKind.ALL_REDUCE:
-                    self._reduce(index, op)
-                case OpKind.SWAP_IN:
-                    batch = self._minibatch.tensors
-                    copies = moves.swap_in(op, self._program, self._layers, self._blocks, self._state_on_host, batch)
-                    self._transfer(index, copies)
-                case OpKind.SWAP_OUT:
-                    self._swap_out(index, op)
-                case OpKind.RECV:
-                    self._transfer(index, moves.receive(op, self._program, self._blocks))
-                case OpKind.SEND | OpKind.FREE:
-                    pass  # their order is all there is to them
+        """Run one op and free what it frees.  The order of SEND and FREE is all there is to them: they are on no stream
+        of a device."""
+        if op.kind not in (OpKind.SEND, OpKind.FREE):
+            with self._backend.running(op.device, op.stream):
+                self._perform(index, op)
         for block in op.frees:
             self._blocks.free(block)
+
+    def _perform(self, index: int, op: Op) -> None:
+        match op.kind:
+            case OpKind.FORWARD:
+                self._forward(op)
+            case OpKind.RECOMPUTE:
+                self._recompute(op)
+            case OpKind.BACKWARD:
+                self._backward(op)
+            case OpKind.UPDATE:
+                assert self._updates is not None, f"{op}: nothing to update with"
+                if op.device == HOST:
+                    self._updates.perform(op, self._program, self._blocks)
+                else:
+                    self._update_on_device(op, self._updates)
+            case OpKind.ALL_REDUCE:
+                self._reduce(index, op)
+            case OpKind.SWAP_IN:
+                batch = self._minibatch.tensors
+                copies = moves.swap_in(op, self._program, self._layers, self._blocks, self._state_on_host, batch)
+                self._transfer(index, copies)
+            case OpKind.SWAP_OUT:
+                self._swap_out(index, op)
+            case OpKind.RECV:
+                self._transfer(index, moves.receive(op, self._program, self._blocks))
 
     def conclude(self, success: bool) -> None:
         """Free what is left; if all ops have run, write the updated buffers."""

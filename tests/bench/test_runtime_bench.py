@@ -106,9 +106,9 @@ def test_a_part_of_the_gpu_benchmark_that_fails_is_named_and_the_others_go_on(mo
 
     monkeypatch.setattr(gpu, "_EMULATED", TINY)
     monkeypatch.setattr(gpu, "_links", fail)
-    monkeypatch.setattr(gpu, "_training", lambda shape, machine: fail(machine))
+    monkeypatch.setattr(gpu, "_training", lambda shape, machine, precision: fail(machine))
     found = gpu.bench_gpu()
-    assert found["links"] == found["training"] == {"error": "RuntimeError: no such luck"}
+    assert found["links"] == found["training"] == found["training_bf16"] == {"error": "RuntimeError: no such luck"}
     assert found["save_on_cpu_step_s"] > 0
 
 

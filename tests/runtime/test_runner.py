@@ -1,7 +1,9 @@
 """Training on several emulated devices against plain PyTorch."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from torch import Tensor
 from harmony_lab.errors import HarmonyError, ProgramError, TrainingError
 from harmony_lab.layers import LayerCall, LayerSequence
 from harmony_lab.machine import Machine
+from harmony_lab.program import Stream
+from harmony_lab.runtime import runner as runtime_runner
+from harmony_lab.runtime.emulated import EmulatedBackend
 from harmony_lab.runtime.runner import Runner, step_seed
 
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -62,6 +67,29 @@ def test_training_equals_plain_pytorch(text: str) -> None:
 @pytest.mark.parametrize("text", [PLANS["dp"], PLANS["pp, three devices, uneven"]], ids=["dp", "pp"])
 def test_training_equals_plain_pytorch_under_chaos(text: str) -> None:
     compare(mlp(depth=5, num_samples=8), text, steps=3, chaos_seed=7)
+
+
+@pytest.mark.parametrize("text", [PLANS["dp"], PLANS["pp, three devices, uneven"]], ids=["dp", "pp"])
+def test_only_queues_with_a_thread_of_their_own_run_on_a_devices_streams(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """A CUDA stream is made by the thread that enters; sends and frees have none."""
+
+    class Strict(EmulatedBackend):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.entered: set[tuple[int, Stream]] = set()
+
+        def enter_worker(self, device: int, stream: Stream) -> None:
+            super().enter_worker(device, stream)
+            self.entered.add((device, stream))
+
+        def running(self, device: int, stream: Stream) -> AbstractContextManager[None]:
+            assert (device, stream) in self.entered
+            return super().running(device, stream)
+
+    monkeypatch.setattr(runtime_runner, "EmulatedBackend", Strict)
+    compare(mlp(depth=5, num_samples=8), text, steps=1)
 
 
 def test_parameter_groups_and_learning_rate_schedulers_are_the_users_own() -> None:
