@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Ablation": "planner.explain",
+    "Baseline": "planner.baselines",
     "Certificate": "certificate",
     "Cost": "costs",
     "DecomposeError": "errors",
@@ -32,10 +33,13 @@ _HOMES = {
     "Program": "program",
     "ProgramError": "errors",
     "SearchResult": "planner.search",
+    "StepCancelledError": "errors",
+    "Switches": "planner.search",
     "Trace": "trace",
     "Trainer": "trainer",
     "TrainingError": "errors",
     "ablation": "planner.explain",
+    "baselines": "planner.baselines",
     "check": "planner.check",
     "compile_layers": "profiler.compiling",
     "decompose": "profiler.decompose",
@@ -49,6 +53,7 @@ _HOMES = {
     "profile": "profiler.measure",
     "reproducible_randomness": "profiler.randomness",
     "search": "planner.search",
+    "searching": "planner.search",
     "simulate": "trainer",
     "step_seed": "runtime.runner",
 }
@@ -69,6 +74,7 @@ if TYPE_CHECKING:
         PlanDoesNotFitError,
         PlanError,
         ProgramError,
+        StepCancelledError,
         TrainingError,
     )
     from harmony_lab.forecast import Forecast
@@ -76,12 +82,13 @@ if TYPE_CHECKING:
     from harmony_lab.layers import LayerSequence
     from harmony_lab.machine import Machine
     from harmony_lab.plan import Mode, Pack, Plan, difference
+    from harmony_lab.planner.baselines import Baseline, baselines
     from harmony_lab.planner.check import check
     from harmony_lab.planner.explain import Ablation, ablation
     from harmony_lab.planner.limits import Limits, limits
     from harmony_lab.planner.lower import lower
     from harmony_lab.planner.published import load_profile
-    from harmony_lab.planner.search import SearchResult, search
+    from harmony_lab.planner.search import SearchResult, Switches, search, searching
     from harmony_lab.precision import Precision
     from harmony_lab.profiler.compiling import compile_layers
     from harmony_lab.profiler.decompose import decompose

@@ -270,7 +270,7 @@ def _bench_planner(options: argparse.Namespace, console: Console) -> int:
         )
     console.print(table)
     for name, value in summary(rows).items():
-        console.print(f"{name}: {value:.4g}")
+        console.print(f"{name}: {'none' if value is None else format(value, '.4g')}")
     if options.json:
         to_json(rows, options.json)
     return 0

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from harmony_lab.errors import HarmonyError, PlanDoesNotFitError, PlanError, TrainingError
 from harmony_lab.lab import Lab, Preview
-from harmony_lab.machine import Machine
+from harmony_lab.machine import HOST, Machine
 from harmony_lab.plan import Mode, Plan
 from harmony_lab.run import RunStatus
 
@@ -136,7 +136,8 @@ def test_measured_traffic_and_memory_are_as_predicted() -> None:
     assert all(
         peak <= budget for peaks in run.peak_bytes for peak, budget in zip(peaks, lab.machine.budgets, strict=True)
     )
-    assert all(peak > 0 for peaks in run.peak_bytes for peak in peaks)
+    used = {op.device for op in run.predicted.program.ops} - {HOST}  # so small a model may be best on one device
+    assert all(peaks[device] > 0 for peaks in run.peak_bytes for device in used)
 
 
 def test_only_one_run_at_a_time(lab: Lab) -> None:

@@ -68,6 +68,9 @@ def problem_bound(
             per_sample = [
                 min(cost.forward_s, cost.recompute_s) / size
                 for size, cost in zip(profile.microbatch_sizes, layer.costs, strict=True)
+            ] + [
+                cost.forward_s / size
+                for size, cost in zip(profile.forward_only_sizes, layer.forward_costs, strict=True)
             ]
         total += min(per_sample) * minibatch_size
     count = len(profile)
@@ -91,7 +94,7 @@ def _serial_bound(costs: PackCosts, machine: Machine, minibatch_size: int, mode:
     way of its gradients to the host too.
     """
     devices, count = machine.num_devices, len(costs.profile)
-    is_dp = mode is Mode.DP
+    is_dp = mode is Mode.DP or devices == 1  # where both are the same
     samples = -(-minibatch_size // devices) if is_dp else minibatch_size
     down = max(_alone(machine, HOST, device) for device in range(devices))
     up = max(_alone(machine, device, HOST) for device in range(devices))

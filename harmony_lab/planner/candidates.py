@@ -119,7 +119,7 @@ class Candidates:
         )
 
     def best(self, count: int) -> list[Tuple4]:
-        """The most promising ``count``, best first."""
+        """The most promising, best first, ``count`` at most: of more than that only the best few are worked out."""
         coarse = self._forecasts(self._coarse())
         pairs = list(dict.fromkeys((row[2], row[3]) for _, row in coarse))
         promising = pairs if len(pairs) <= _FEW_PAIRS else pairs[:_PROMISING]

@@ -198,7 +198,10 @@ class Ablation:
     def __getitem__(self, switch: str) -> AblationRow:
         """The row of ``"grouping"``, ``"just-in-time update"``, ``"peer transfers"``, ``"packing"``, ``"prefetch"`` or
         ``"staying"``, and of ``"updates on devices"`` and others where the plan has them."""
-        return next(row for row in self.rows if row.switch == switch)
+        for row in self.rows:
+            if row.switch == switch:
+                return row
+        raise KeyError(f"no row of {switch!r}; there are {', '.join(row.switch for row in self.rows)}")
 
     def to_frame(self) -> "pandas.DataFrame":
         """A row per switch."""
@@ -308,9 +311,11 @@ def _streamed(plan: Plan, profile: Profile, machine: Machine, step_s: float) -> 
 def _variants(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, Plan | str]]:
     """Switch, what is done instead, and the plan so or why there is none."""
     on_host = plan.with_(device_updates=())
+    too = " (and on the host)" if plan.device_updates else ""
     late = on_host.with_(just_in_time_update=False) if plan.just_in_time_update else "the plan updates at the end"
-    yield "just-in-time update", "all updates at the end", late
-    yield "peer transfers", "between devices through the host", _without_peers(plan, machine)
+    yield "just-in-time update", f"all updates at the end{too}", late
+    too = " (and updates there)" if plan.device_updates and plan.mode is Mode.DP else ""
+    yield "peer transfers", f"between devices through the host{too}", _without_peers(plan, machine)
     yield "packing", "packs of one layer", _one_layer_packs(plan)
     ahead = plan.with_(prefetch=0) if plan.prefetch else "the plan fetches nothing ahead"
     yield "prefetch", "nothing fetched ahead", ahead

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harmony_lab.costs import Profile
 from harmony_lab.machine import Machine
-from harmony_lab.plan import Plan
+from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.explain import Advice, advice, what_binds
 from harmony_lab.planner.lower import lower
@@ -219,4 +219,6 @@ def _moves_state_alone(plan: Plan) -> bool:
     stays = set(plan.forward_packs) == set(plan.resident_packs) == set(plan.kept_packs)
     stashed = {pack.start for pack in packs[1:]} == set(plan.device_stash)
     alike = len(plan.device_updates) in (0, len(packs))
-    return len(packs) == 1 or (plan.num_devices == 1 and stays and stashed and alike)
+    if len(packs) == 1:
+        return plan.mode is Mode.PP or plan.num_devices == 1  # else every device has its own, and gradients meet
+    return plan.num_devices == 1 and stays and stashed and alike

@@ -28,7 +28,7 @@ __all__ = ["Candidate", "Rejected", "SearchResult", "Switches", "search", "searc
 
 Progress = Callable[[int, int, str], None]
 MAX_OPS = 100_000
-"""Ops simulated in one search at most, beyond each mode's two most promising candidates."""
+"""Ops simulated at most for candidates, beyond each mode's two most promising, and again for what stays on devices."""
 _ALWAYS = 2
 _FREE_OPS = 3_000  # simulated for every setting, however few candidates are to be shown
 _FREE_OPS_OF_FEW = 40_000  # where there are no more candidates than those at hand
@@ -48,12 +48,19 @@ class Switches:
 
     ``staying``: whether what fits may stay on the devices (``Plan.resident_packs``, ``kept_packs``, ``device_stash``).
     ``device_updates``: whether of what stays the optimizer's state may be, so that devices update for themselves.
+
+    Raises ``PlanError`` where there is nothing to choose from.
     """
 
     prefetch: tuple[int, ...] = (1,)
     peer_transfers: tuple[bool, ...] = (True,)
     staying: bool = True
     device_updates: bool = True
+
+    def __post_init__(self) -> None:
+        empty = [name for name in ("prefetch", "peer_transfers") if not getattr(self, name)]
+        if empty:
+            raise PlanError("nothing to choose from", [f"Switches.{name} must hold a value or more" for name in empty])
 
 
 def search(
@@ -69,7 +76,8 @@ def search(
     """Plans for that minibatch on every device of the machine, best first.
 
     ``profile``: one, or several of the same layers in different precisions, whose plans are then ranked together.
-    ``shown``: how many candidates of each mode to simulate, the best among them.  ``progress(done, total, what)`` is
+    ``shown``: how many candidates of each mode to simulate at least, where there are as many promising ones; their
+    variants and neighbours are simulated beside them.  ``progress(done, total, what)`` is
     called after each candidate; what it raises ends the search.  Raises ``PlanDoesNotFitError`` where no plan fits,
     naming the layer that is too large, its bytes and the budget.
     """
@@ -113,7 +121,7 @@ def _in_all(
         raise failed[-1][1]
     rejected = [Rejected(f"precision={profile.precision}", str(error)) for profile, error in failed]
     return SearchResult(
-        candidates=tuple(sorted((c for found in results for c in found.candidates), key=lambda c: c.step_s)),
+        candidates=tuple(sorted((c for found in results for c in found.candidates), key=_rank)),
         rejected=(*rejected, *(item for found in results for item in found.rejected)),
         lower_bound_s=min(found.lower_bound_s for found in results),
         num_bounded=sum(found.num_bounded for found in results),
@@ -132,6 +140,13 @@ def searching(
 ) -> Iterator[SearchResult]:
     """As ``search``, giving what has been found so far after every candidate; nothing where no plan fits."""
     yield from _Search(profile, machine, minibatch_size, modes, switches or Switches(), shown).results()
+
+
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    """The fastest first; of equally fast ones that where more stays on devices, so that less moves."""
+    plan = candidate.plan
+    num_staying = len(plan.device_stash) + len(plan.resident_packs) + len(plan.kept_packs)
+    return float(f"{candidate.step_s:.9g}"), -num_staying
 
 
 class _Search:
@@ -200,7 +215,7 @@ class _Search:
 
     def _result(self) -> SearchResult:
         return SearchResult(
-            candidates=tuple(sorted(self.found.values(), key=lambda candidate: candidate.step_s)),
+            candidates=tuple(sorted(self.found.values(), key=_rank)),
             rejected=tuple(self.rejected),
             lower_bound_s=self.lower_bound_s,
             num_bounded=self.num_bounded,
@@ -360,19 +375,24 @@ class _Search:
                 needed_bytes=self.profile.state_bytes,
                 available_bytes=self.machine.host.memory_bytes,
             )
+        if not self.modes:
+            return PlanError("nothing to plan", [f"{one.description}: {one.reason}" for one in self.rejected])
         size = self.profile.microbatch_sizes[0]
         layer = max(range(len(self.profile)), key=lambda layer: self.costs.backward_bytes(layer, layer + 1, size))
         needed = self.costs.backward_bytes(layer, layer + 1, size)
         weights, gradients = self.costs.weight_bytes(layer, layer + 1), self.costs.gradient_bytes(layer, layer + 1)
         budget = min(self.machine.budgets)
         device = self.machine.budgets.index(budget)
+        cure = f"Use devices with at least {format_bytes(needed)}, or cut the layer into smaller modules."
+        if needed <= budget:
+            cure = "So it fits alone, but not with what else its packs need at once: see below."
         lacking = "".join(f"\n  - {rejected.description}: {rejected.reason}" for rejected in list(self.rejected)[:6])
         return PlanDoesNotFitError(
             f"no plan fits {self.machine}.  The largest layer, {layer} ({self.profile.layers[layer].name}), needs "
             f"{format_bytes(needed)} at once for a microbatch of {size} ({format_bytes(weights)} weights, "
             f"{format_bytes(gradients)} gradients, {format_bytes(needed - weights - gradients)} activations and "
-            f"temporaries); the budget of {self.machine.devices[device].name} is {format_bytes(budget)}.  Use "
-            f"devices with at least {format_bytes(needed)}, or cut the layer into smaller modules.{lacking}",
+            f"temporaries); the budget of {self.machine.devices[device].name} is {format_bytes(budget)}.  {cure}"
+            f"{lacking}",
             device=device,
             needed_bytes=needed,
             budget_bytes=budget,

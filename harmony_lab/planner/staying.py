@@ -13,6 +13,7 @@ from harmony_lab.plan import Mode, Pack, Plan
 __all__ = ["mirror", "staying", "updating"]
 
 Seconds = Callable[[Plan], float | None]
+_AS_FAST = 1 + 1e-9  # what stays need not gain time where nothing waits for what it saves: it moves less all the same
 
 
 def mirror(plan: Plan) -> Plan:
@@ -25,14 +26,17 @@ def mirror(plan: Plan) -> Plan:
 
 
 def staying(plan: Plan, seconds: Seconds, updatable: Sequence[Pack] = ()) -> Iterator[tuple[Plan, float]]:
-    """Ever faster plans; ``seconds`` of a plan's iteration, None where it does not fit.  ``plan`` as ``mirror`` gives
-    it.  ``updatable``: packs that devices may update (``compose.updatable``)."""
+    """Ever faster plans, or as fast ones that move less.
+
+    ``seconds``: of a plan's iteration, None where it does not fit.  ``plan``: as ``mirror`` gives it.  ``updatable``:
+    packs that devices may update (``compose.updatable``).
+    """
     best = seconds(plan)
     if best is None:
         return
     yield plan, best
     for stay in (_values, _weights, _saved):
-        for found in _as_many(stay, plan, best, seconds, plan.forward_packs[::-1]):
+        for found in _as_many(stay, plan, best, seconds, plan.forward_packs[::-1], as_fast=_AS_FAST):
             plan, best = found
             yield found
     yield from _as_many(_updates, plan, best, seconds, updatable)
@@ -52,8 +56,10 @@ def _as_many(
     best: float,
     seconds: Seconds,
     packs: Sequence[Pack],
+    *,
+    as_fast: float = 1.0,
 ) -> Iterator[tuple[Plan, float]]:
-    """With as many of the first of these packs as fit, where that is faster."""
+    """With as many of the first of these packs as fit, where that takes less than ``as_fast`` times as long."""
     low, high = 0, len(packs)
     while low < high:
         middle = (low + high + 1) // 2
@@ -63,9 +69,9 @@ def _as_many(
             high = middle - 1
             continue
         low = middle
-        if found < best:
-            plan, best = tried, found
-            yield plan, best
+        if found < best * as_fast:
+            yield tried, found
+            best = min(best, found)
 
 
 def _values(plan: Plan, packs: tuple[Pack, ...]) -> Plan:

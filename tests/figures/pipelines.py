@@ -202,6 +202,7 @@ def ranking() -> pandas.DataFrame:
             "rank": rank,
             "plan": "pp minibatch=8 forward=2[0:2] backward=2[0:2,2:4] devices=0,1",
             "mode": "pp" if rank % 3 else "dp",
+            "precision": "fp32",
             "forward_microbatch_size": 2,
             "backward_microbatch_size": 2,
             "num_forward_packs": 1,

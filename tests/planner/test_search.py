@@ -1,17 +1,19 @@
 """The search finds good plans, explains itself and refuses what cannot fit."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import toy_profiles as toys
 
+from harmony_lab.costs import ForwardCost
 from harmony_lab.errors import PlanDoesNotFitError, PlanError
 from harmony_lab.plan import Plan
 from harmony_lab.planner.bounds import candidate_bound
 from harmony_lab.planner.check import check
 from harmony_lab.planner.lower import lower
 from harmony_lab.planner.pack import PackCosts
-from harmony_lab.planner.search import search
+from harmony_lab.planner.search import Switches, search, searching
 from harmony_lab.simulator.engine import run
 
 
@@ -22,7 +24,7 @@ def test_the_best_plan_is_valid_and_no_faster_than_the_bound() -> None:
     check(program)
     assert run(program, profile, machine).makespan_s == result.candidates[0].step_s
     assert result.candidates[0].step_s >= result.lower_bound_s > 0
-    steps = [candidate.step_s for candidate in result.candidates]
+    steps = [float(f"{candidate.step_s:.9g}") for candidate in result.candidates]
     assert steps == sorted(steps)
 
 
@@ -103,8 +105,6 @@ def test_the_frame_has_a_row_per_candidate_with_text_that_parses() -> None:
 
 
 def test_no_microbatch_is_left_smaller_than_what_was_measured() -> None:
-    from dataclasses import replace
-
     profile = toys.profile(6)
     layers = tuple(replace(layer, costs=layer.costs[1:]) for layer in profile.layers)
     from_two = replace(profile, layers=layers, microbatch_sizes=profile.microbatch_sizes[1:])
@@ -112,3 +112,45 @@ def test_no_microbatch_is_left_smaller_than_what_was_measured() -> None:
     assert {candidate.plan.backward_microbatch_size for candidate in result.candidates} <= {3, 5, 6, 7}
     with pytest.raises(PlanError, match="a microbatch has 1 samples"):
         lower(result.best.with_(forward_microbatch_size=8, backward_microbatch_size=8), from_two, toys.gpus(2))
+
+
+def test_the_search_gives_what_it_has_found_so_far_and_ends_with_its_result() -> None:
+    profile, machine = toys.profile(6, overhead_s=0.002), toys.gpus(2)
+    steps = [result.candidates[0].step_s for result in searching(profile, machine, 8)]
+    assert len(steps) > 10
+    assert steps == sorted(steps, reverse=True)
+    final = search(profile, machine, 8)
+    assert final.candidates[0].step_s == steps[-1]
+    assert search(profile, machine, 8).candidates == final.candidates
+
+
+def test_with_enough_memory_nothing_but_weights_and_gradients_moves_and_the_result_says_so() -> None:
+    profile = toys.profile(8)
+    machine = toys.gpus(1, memory_bytes=10**9)
+    result = search(profile, machine, 8, switches=Switches(device_updates=False))
+    trace = run(lower(result.best, profile, machine), profile, machine)
+    batch = profile.batch_input_bytes(0, 8, 8)
+    weights = profile.weight_bytes(0, 8)
+    assert trace.swap_bytes <= 2 * weights + 2 * batch + 8 * profile.boundary_bytes(8, 1)
+    assert "plain training" in result.explain()
+    two = search(profile, toys.gpus(2, memory_bytes=10**9), 8, modes=("dp",))
+    assert "plain training" not in two.explain()
+
+
+def test_the_bound_counts_frozen_layers_at_the_sizes_that_only_their_forward_has() -> None:
+    profile = toys.profile(6, frozen=3, overhead_s=0.05)
+    forward = ForwardCost(*(0,) * len(ForwardCost._fields))._replace(forward_s=0.06)
+    layers = tuple(replace(layer, forward_costs=(forward,)) for layer in profile.layers)
+    wide = replace(profile, layers=layers, forward_only_sizes=(64,))
+    result = search(wide, toys.gpus(1, memory_bytes=10**9, link=1e12), 64)
+    assert result.lower_bound_s <= result.candidates[0].step_s
+
+
+def test_switches_hold_something_to_choose_from() -> None:
+    with pytest.raises(PlanError, match=r"Switches\.prefetch must hold a value or more"):
+        Switches(prefetch=())
+
+
+def test_a_minibatch_that_cannot_be_dealt_is_the_reason_given() -> None:
+    with pytest.raises(PlanError, match="a minibatch of 2 cannot be dealt to 4 devices"):
+        search(toys.profile(4), toys.gpus(4), 2, modes=("dp",))
