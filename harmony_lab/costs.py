@@ -3,7 +3,7 @@
 import json
 from bisect import bisect_left
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -271,8 +271,12 @@ class Profile:
 
     def batch_input_bytes(self, start: int, stop: int, num_samples: int) -> int:
         """Batch inputs that layers [start, stop) read."""
-        names = {name for layer in self.layers[start:stop] for name in layer.batch_inputs}
+        names = self.batch_inputs_of(start, stop)
         return sum(spec.num_bytes(num_samples) for spec in self.batch if spec.name in names)
+
+    def batch_inputs_of(self, start: int, stop: int) -> tuple[str, ...]:
+        """Names of the batch inputs that layers [start, stop) read, each once."""
+        return tuple(dict.fromkeys(name for layer in self.layers[start:stop] for name in layer.batch_inputs))
 
     def splits_at(self, boundary: int) -> bool:
         """Whether that boundary's values can be cut along the batch (all have a batch dimension)."""
@@ -396,11 +400,6 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> "Profile":
         return cls.from_json(json.loads(Path(path).read_text()))
-
-    def with_update_seconds(self, seconds: tuple[float, ...]) -> "Profile":
-        """The same profile with the host's update seconds per layer replaced."""
-        layers = (replace(layer, update_s=s) for layer, s in zip(self.layers, seconds, strict=True))
-        return replace(self, layers=tuple(layers))
 
     def __str__(self) -> str:
         some = self.microbatch_sizes

@@ -12,6 +12,7 @@ __all__ = [
     "PlanError",
     "ProgramError",
     "QuantityError",
+    "StepCancelledError",
     "TrainingError",
 ]
 
@@ -76,3 +77,7 @@ class OutOfRangeError(HarmonyError, ValueError):
 
 class TrainingError(HarmonyError):
     """Training stopped; says which step, what happened and in what state the weights are."""
+
+
+class StepCancelledError(TrainingError):
+    """A step was ended by ``cancel`` before its first update: nothing of the model was changed."""

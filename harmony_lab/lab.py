@@ -76,6 +76,7 @@ class Lab:
     ) -> None:
         if not isinstance(minibatch_size, int) or minibatch_size < 1:
             raise HarmonyError(f"minibatch_size must be a whole number of at least 1, got {minibatch_size!r}")
+        _check_kinds(optimizer, machine, loss_fn)
         self.optimizer = optimizer
         self.minibatch_size = minibatch_size
         self.machine = Machine.preset(machine) if isinstance(machine, str) else machine or Machine.detect()
@@ -409,7 +410,7 @@ class Lab:
             self._listeners.notify("run")
 
     def close(self) -> None:
-        """Stop a run after its current step and take no more work.  The model stays the user's, with its weights."""
+        """Stop a run and take no more work.  The model stays the user's, with its weights."""
         with self._state:
             if self._closed:
                 return
@@ -457,3 +458,20 @@ class Lab:
 
     def _repr_html_(self) -> str:
         return fragment_html(self)
+
+
+def _check_kinds(optimizer: Any, machine: Any, loss_fn: Any) -> None:
+    """Mistakes that would show later, far from where they were made."""
+    from torch.optim import Optimizer
+
+    wrong = []
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        wrong.append(
+            f"optimizer is a {type(optimizer).__name__}, expected one of torch.optim over the model's parameters"
+        )
+    if machine is not None and not isinstance(machine, Machine | str):
+        wrong.append(f"machine is a {type(machine).__name__}, expected a Machine or a preset's name such as '4x4090'")
+    if loss_fn is not None and not callable(loss_fn):
+        wrong.append(f"loss_fn is a {type(loss_fn).__name__}, expected a function of (output, target)")
+    if wrong:
+        raise HarmonyError("; ".join(wrong))

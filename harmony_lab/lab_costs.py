@@ -69,7 +69,7 @@ def forecast_on(
     accumulate: int = 1,
 ) -> Forecast:
     """``forecast``; of a machine that is not at hand, against its own host's memory, with nothing present yet."""
-    found = forecast(predicted, layers, optimizer, costs, machine, accumulate=accumulate)
+    found = forecast(predicted.program, layers, optimizer, costs, machine, accumulate=accumulate)
     if why_only_planned(layers, machine):
         return replace(found, present_bytes=0, available_bytes=machine.host.memory_bytes)
     return found

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from html import escape
 from typing import Any
 
 from harmony_lab.errors import HarmonyError
@@ -337,6 +338,19 @@ class Machine:
 
     def __repr__(self) -> str:
         return f"<Machine {self}>"
+
+    def _repr_html_(self) -> str:
+        rates = [f"{link.name}: {format_rate(link.bytes_per_s)}" for link in self.links]
+        if self.fabric_bytes_per_s is not None:
+            rates.append(f"fabric between devices: {format_rate(self.fabric_bytes_per_s)} a device")
+        facts = {
+            "devices": ", ".join(f"{device.name} {format_bytes(device.memory_bytes)}" for device in self.devices),
+            "links, per direction": ", ".join(rates),
+            "between devices": "directly" if self.peer_transfers else "through the host",
+            "host memory": format_bytes(self.host.memory_bytes),
+        }
+        rows = "".join(f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items())
+        return f"<p>{escape(str(self))}</p><table><tbody>{rows}</tbody></table>"
 
     def __str__(self) -> str:
         memory = sorted({format_bytes(device.memory_bytes) for device in self.devices})

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from harmony_lab.batches import endless
-from harmony_lab.errors import HarmonyError, TrainingError
+from harmony_lab.errors import HarmonyError, StepCancelledError, TrainingError
 from harmony_lab.listeners import Listeners
 from harmony_lab.plan import Plan
 from harmony_lab.trace import Trace
@@ -54,6 +54,8 @@ class StepTrainer(Protocol):
     def step(self, batch: Any) -> float: ...
 
     def accumulate(self, batches: Sequence[Any]) -> float: ...
+
+    def cancel(self) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -121,7 +123,7 @@ class Run:
         self._listeners = Listeners()
         self._changed = threading.Condition()
         self._status = RunStatus.RUNNING
-        self._stop_wanted = False
+        self._stop_wanted = self._pause_wanted = False
         self._losses: list[float] = []
         self._step_s: list[float] = []
         self._swap_bytes: list[int] = []
@@ -198,28 +200,43 @@ class Run:
     # -- steering -------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Stop after the current step; returns when the trainer is closed."""
+        """Stop; returns when the trainer is closed.
+
+        A step that has updated nothing yet is cancelled, as if it had never begun; one that has is finished first.
+        """
         with self._changed:
             self._stop_wanted = True
+            task = self._task
             self._changed.notify_all()
+        if task is not None:
+            task.trainer.cancel()
+        del task  # what it holds is let go when the run ends, not when the wait for that does
         if threading.current_thread() is not self._thread:
             self._ended.wait()
             self._join()
 
     def pause(self) -> None:
-        """Hold still after the current step; nothing is freed."""
-        self._switch(RunStatus.RUNNING, RunStatus.PAUSED)
+        """Hold still after the current step; nothing is freed.  Returns when it does, or when the run has ended.
+
+        On the run's own thread, where listeners and ``on_step`` are called, it returns at once.
+        """
+        with self._changed:
+            self._pause_wanted = True
+            if self._thread.ident is None or threading.current_thread() is self._thread:
+                return
+            while self._pause_wanted and self._status is RunStatus.RUNNING:
+                self._changed.wait(_INTERRUPT_CHECK_S)
 
     def resume(self) -> None:
-        self._switch(RunStatus.PAUSED, RunStatus.RUNNING)
-
-    def _switch(self, source: RunStatus, target: RunStatus) -> None:
+        """Go on, or take back a wish to pause."""
         with self._changed:
-            if self._status is not source:
-                return
-            self._status = target
+            self._pause_wanted = False
+            paused = self._status is RunStatus.PAUSED
+            if paused:
+                self._status = RunStatus.RUNNING
             self._changed.notify_all()
-        self._listeners.notify("status")
+        if paused:
+            self._listeners.notify("status")
 
     def wait(self, timeout: float | None = None) -> "Run":
         """Wait for the end, or for ``timeout`` seconds (``TimeoutError``).  A failed run raises its ``TrainingError``.
@@ -294,8 +311,13 @@ class Run:
             sizes = [task.num_samples(batch) for batch in batches]
             for size in sizes:
                 self._note_size(number, size)
+            if self._stop_wanted:  # while the data was loaded
+                return RunStatus.STOPPED
             begin = time.perf_counter()
-            loss = task.trainer.step(batches[0]) if self.accumulate == 1 else task.trainer.accumulate(batches)
+            try:
+                loss = task.trainer.step(batches[0]) if self.accumulate == 1 else task.trainer.accumulate(batches)
+            except StepCancelledError:
+                return RunStatus.STOPPED
             seconds = time.perf_counter() - begin
             self._count(number, loss, seconds, task.trainer.last_norm)
             if task.on_step is not None:
@@ -332,13 +354,19 @@ class Run:
         self._listeners.notify("step")
 
     def _may_go_on(self) -> bool:
-        """Wait while paused; False when asked to stop or when the interpreter waits for its threads to end."""
-        with self._changed:
-            while not self._stop_wanted and threading.main_thread().is_alive():
-                if self._status is not RunStatus.PAUSED:
+        """Hold still while asked to; False when asked to stop or when the interpreter waits for its threads to end."""
+        while True:
+            with self._changed:
+                if self._stop_wanted or not threading.main_thread().is_alive():
+                    return False
+                if not self._pause_wanted:
                     return True
-                self._changed.wait(_PAUSE_CHECK_S)
-        return False
+                if self._status is RunStatus.PAUSED:
+                    self._changed.wait(_PAUSE_CHECK_S)
+                    continue
+                self._status = RunStatus.PAUSED
+                self._changed.notify_all()
+            self._listeners.notify("status")
 
     def _note(self, text: str) -> None:
         with self._changed:

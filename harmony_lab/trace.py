@@ -146,8 +146,10 @@ class Trace:
         )
 
     def to_chrome(self) -> dict[str, Any]:
-        """Trace Event JSON, for Perfetto and chrome://tracing: a process per device, a thread per stream,
-        microseconds."""
+        """Trace Event JSON, for Perfetto and chrome://tracing: a process per device, a thread per stream, microseconds.
+
+        Written with ``json.dump`` it opens at https://ui.perfetto.dev.
+        """
         streams = list(Stream)
         events: list[dict[str, Any]] = []
         for device, stream in self.program.queues:

@@ -2,7 +2,9 @@
 
 import copy
 import math
+import threading
 from collections.abc import Iterator
+from itertools import count
 
 import models
 import pytest
@@ -60,6 +62,32 @@ def test_a_clipped_run_equals_plain_pytorch_and_tells_its_norms(lab: Lab) -> Non
     assert [record.grad_norm for record in records] == list(run.grad_norms)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(lab.layers.model.state_dict()[name], value, rtol=1e-4, atol=2e-6)
+
+
+def test_a_paused_run_has_the_weights_of_the_steps_it_counts(lab: Lab) -> None:
+    plain = copy.deepcopy(lab.layers.model)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-5)
+    second = threading.Event()
+
+    def data() -> Iterator[object]:
+        for number in count():
+            if number == 1:
+                second.set()
+            yield BATCHES[number % len(BATCHES)]
+
+    run = lab.launch(data(), 1000)
+    assert second.wait(60)
+    run.pause()
+    assert run.status is RunStatus.PAUSED
+    weights = copy.deepcopy(lab.layers.model.state_dict())
+    assert len(run.losses) >= 2, "a pause holds when the step under way is done"
+    run.stop()
+    for number in range(len(run.losses)):
+        theirs.zero_grad()
+        plain(**BATCHES[number % len(BATCHES)], use_cache=False).loss.backward()
+        theirs.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=2e-6 * len(run.losses))
 
 
 def test_a_clipped_run_says_that_updates_come_at_the_end_and_its_traces_can_be_compared(lab: Lab) -> None:

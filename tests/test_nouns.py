@@ -190,3 +190,10 @@ def test_records_are_one_line_at_the_prompt() -> None:
     assert repr(trace) == f"<Trace of a {trace}>"
     ops, blocks = len(trace.program.ops), len(trace.program.blocks)
     assert repr(trace.program) == f"<Program of {ops} ops over {blocks} blocks: minibatch of 4, 4 layers, 2 devices>"
+
+
+def test_a_machine_shows_devices_links_and_host_as_html() -> None:
+    machine = Machine.emulated(2, memory="1GiB", link="2GB/s", host_memory="8GiB", peer_transfers=False)
+    shown = machine._repr_html_()
+    for fact in ("emu1 1.00 GiB", f"host-switch: {machine.links[0].bytes_per_s / 2**30:.2f} GiB/s", "through the host"):
+        assert fact in shown

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harmony_lab.errors import HarmonyError, TrainingError
+from harmony_lab.errors import HarmonyError, StepCancelledError, TrainingError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
 from harmony_lab.program import Program
@@ -65,6 +65,9 @@ class CountingTrainer:
         self.during(len(self.batches))
         self.batches.append(batch)
         return 100.0 - len(self.batches)
+
+    def cancel(self) -> bool:
+        return False
 
     def close(self) -> None:
         self.closed += 1
@@ -125,7 +128,7 @@ def test_stop_ends_after_the_current_step(held: threading.Event) -> None:
         begun.set()
         held.wait(30)
 
-    trainer = CountingTrainer(during)
+    trainer = CountingTrainer(during)  # whose steps cannot be cancelled
     run = start(trainer, ["aaaa"], 1000)
     assert begun.wait(30)
     stopper = threading.Thread(target=run.stop)
@@ -150,6 +153,29 @@ def test_stop_from_a_listener_does_not_wait_for_itself() -> None:
     assert len(run[0].losses) == 1
 
 
+def test_a_step_that_can_be_cancelled_does_not_hold_up_a_stop() -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    class Cancelled(CountingTrainer):
+        def step(self, batch: Any) -> float:
+            begun.set()
+            assert cancelled.wait(30)
+            raise StepCancelledError("cancelled")
+
+        def cancel(self) -> bool:
+            cancelled.set()
+            return True
+
+    trainer = Cancelled()
+    run = start(trainer, ["aaaa"], 9)
+    assert begun.wait(30)
+    run.stop()
+    assert run.status is RunStatus.STOPPED
+    assert run.error is None
+    assert run.losses == ()
+    assert trainer.closed == 1
+
+
 def test_paused_run_holds_still_until_resumed() -> None:
     paused = threading.Event()
     run: list[Run] = []
@@ -159,9 +185,10 @@ def test_paused_run_holds_still_until_resumed() -> None:
         made.wait(30)
         if number == 1:
             run[0].pause()
-            paused.set()
+            assert run[0].status is RunStatus.RUNNING  # while the step runs on
 
     run.append(start(CountingTrainer(during), ["aaaa"], 4))
+    run[0].subscribe(lambda event: paused.set() if run[0].status is RunStatus.PAUSED else None)
     made.set()
     assert paused.wait(30)
     with pytest.raises(TimeoutError, match="paused"):

@@ -98,21 +98,33 @@ def change(value: float, before: float, *, more_is_worse: bool = True) -> tuple[
 
 
 def comparison_rows(a: Side, b: Side) -> list[Row]:
-    """Step time, throughput, peaks, traffic by tensor kind, idle share and the critical path."""
+    """Step time, throughput, peaks, traffic by tensor kind, idle share and the critical path.
+
+    Where the minibatches differ, time and traffic are told per sample.
+    """
     one, other = a.trace, b.trace
+    size, other_size = one.program.minibatch_size, other.program.minibatch_size
+    differ = size != other_size
+
+    def amount(what: str, value: float, other_value: float, words: Callable[[float], str]) -> Row:
+        if not differ:
+            return _row(what, value, other_value, words)
+        return _row(f"{what}, per sample", value / size, other_value / other_size, words)
+
     rows = [
-        _row("step", one.makespan_s, other.makespan_s, format_seconds),
+        *([Row("minibatch", f"{size} samples", f"{other_size} samples", "", None)] if differ else []),
+        amount("step", one.makespan_s, other.makespan_s, format_seconds),
         _row("throughput", a.samples_per_s, b.samples_per_s, _samples, more_is_worse=False),
         _row("peak of a device, at most", max(a.peak_bytes), max(b.peak_bytes), format_bytes),
         _points("devices idle", one.bubble_fraction, other.bubble_fraction),
-        _row("swapped in all", one.swap_bytes, other.swap_bytes, format_bytes),
+        amount("swapped in all", one.swap_bytes, other.swap_bytes, format_bytes),
     ]
     for kind in TensorKind:
         both = _swapped(one, kind), _swapped(other, kind)
         if any(both):
-            rows.append(_row(f"swapped: {label(kind)}", *both, format_bytes))
+            rows.append(amount(f"swapped: {label(kind)}", *both, format_bytes))
     if one.peer_bytes or other.peer_bytes:
-        rows.append(_row("between devices", one.peer_bytes, other.peer_bytes, format_bytes))
+        rows.append(amount("between devices", one.peer_bytes, other.peer_bytes, format_bytes))
     rows.append(Row("critical path", critical_path(one).words(), critical_path(other).words(), "", None))
     return rows
 

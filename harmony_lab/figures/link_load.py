@@ -77,7 +77,11 @@ def link_load_spec(trace: Trace, *, left: int = 130) -> Spec:
     """A row per link and direction, time to the right, dark where the link is full."""
     load = link_load(trace)
     unit = time_unit(trace.makespan_s)
-    layout = looks(title="Link load over time", height=125 + 26 * max(2, len(load.hops)), legend=False, left=left)
+    title = (
+        f"Link load over time, {trace.origin}<br>"
+        "<sup>share of each link's rate in one direction that all transfers over it take together</sup>"
+    )
+    layout = looks(title=title, height=145 + 26 * max(2, len(load.hops)), legend=False, left=left)
     if not load.hops:
         note = {"text": "nothing is moved", "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
         return {"data": [], "layout": layout | {"annotations": [note]}}

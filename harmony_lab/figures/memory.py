@@ -45,7 +45,7 @@ def memory_spec(
     size = byte_unit(max(most_bytes, *(max(d.peak_bytes, d.budget_bytes) for d in devices)))
     count = len(devices)
     plot_pixels = count * _PANEL_PIXELS + (count - 1) * _GAP_PIXELS
-    title = f"Memory, {name or trace.origin}<br><sup>{INCLUDED.replace('; ', ';<br>')}</sup>"
+    title = f"Memory, {name or trace.origin}<br><sup>{INCLUDED}</sup>"
     layout = looks(title=title, height=plot_pixels + 165, left=left, top=70)
     layout |= {"hovermode": "x unified", "hoversubplots": "single", "shapes": [], "annotations": []}
     data: list[dict[str, Any]] = []

@@ -35,7 +35,7 @@ def swap_heatmap(trace: Trace) -> go.Figure:
 def swap_spec(trace: Trace) -> Spec:
     """``swap_heatmap`` as plain data."""
     title = (
-        f"Bytes moved by pack, {format_bytes(trace.swap_bytes)} swapped in all<br>"
+        f"Bytes moved by pack, {trace.origin}, {format_bytes(trace.swap_bytes)} swapped in all<br>"
         "<sup>[first:stop] layers; F forward, B backward; in: to the device, out: to the host, peer: to another</sup>"
     )
     return _heatmap(volumes_of_packs(trace), title, top=60)
@@ -48,7 +48,11 @@ def candidate_heatmap(names: Sequence[str], traces: Sequence[Trace]) -> go.Figur
 
 def candidate_swap_spec(names: Sequence[str], traces: Sequence[Trace]) -> Spec:
     """``candidate_heatmap`` as plain data."""
-    return _heatmap(volumes_of_candidates(names, traces), "Bytes moved by candidate")
+    title = (
+        "Bytes moved by candidate, predicted<br><sup>one iteration, all devices; in: to a device, out: to the host, "
+        "peer: from one to another</sup>"
+    )
+    return _heatmap(volumes_of_candidates(names, traces), title, top=60)
 
 
 def link_utilisation(trace: Trace) -> go.Figure:
@@ -62,7 +66,10 @@ def link_utilisation(trace: Trace) -> go.Figure:
         cols=1,
         vertical_spacing=60 / (60 + _BAR_PIXELS * sum(rows)),
         row_heights=rows,
-        subplot_titles=["Busy share of the iteration", "Bytes over each link"],
+        subplot_titles=[
+            f"Busy share of the iteration, {trace.origin}",
+            f"Bytes over each link, {trace.origin}, one iteration",
+        ],
     )
     _busy_bars(figure, trace, streams)
     _link_bars(figure, trace, hops)

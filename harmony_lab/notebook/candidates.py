@@ -1,19 +1,22 @@
-"""The candidates of a search as a table of which one row is chosen."""
+"""The candidates of a search as a table of which one row is chosen, with baselines below them."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anywidget
 import traitlets
 
+from harmony_lab.figures.comparison import Side
+from harmony_lab.machine import Machine
 from harmony_lab.notebook.static_files import static_text
 from harmony_lab.plan import Mode
+from harmony_lab.planner.result import Candidate
 from harmony_lab.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["LEGEND", "NONE_CHOSEN", "CandidateTable", "candidate_rows", "candidate_values"]
+__all__ = ["LEGEND", "NONE_CHOSEN", "CandidateTable", "Line", "baseline_line", "candidate_lines", "impossible_line"]
 
 NONE_CHOSEN = -1
 COLUMNS = (
@@ -33,21 +36,57 @@ COLUMNS = (
 LEGEND = (
     "A pack is consecutive layers that move to a device together; 6 × 3: six packs, run on three samples at once. dp: "
     "every device runs all packs on its share of the minibatch; pp: packs go round the devices. Step: one minibatch. "
-    "Swapped: between devices and host. Idle: of the devices' time. Gap: above a bound that no plan beats."
+    "Swapped: between devices and host. Idle: of the devices' time. Gap: above a bound that no plan beats. Below the "
+    "plans, for comparison: what one would have without them."
 )
 
 
-def candidate_rows(frame: "pandas.DataFrame", most: int) -> list[list[str]]:
-    """The best ``most`` rows of a ranking (``SearchResult.to_frame``) as texts, parallel to ``COLUMNS``."""
-    return [_row(row) for row in frame.head(most).to_dict("records")]
+class Line(NamedTuple):
+    """A row of the table: texts and what they are sorted by, parallel to ``COLUMNS``, and what a pointer over it
+    tells."""
+
+    texts: list[str]
+    values: Sequence[float | None]
+    title: str
 
 
-def candidate_values(frame: "pandas.DataFrame", most: int) -> list[list[float]]:
-    """What ``candidate_rows`` are sorted by, parallel to them."""
-    return [_values(row) for row in frame.head(most).to_dict("records")]
+def candidate_lines(frame: "pandas.DataFrame", candidates: Iterable[Candidate]) -> list[Line]:
+    """A ranking; ``frame``: as ``SearchResult.to_frame`` gives it."""
+    return [
+        Line(_row(row), _values(row), f"peaks, at most: {_peaks_text(candidate.peak_bytes, candidate.machine)}")
+        for row, candidate in zip(frame.to_dict("records"), candidates, strict=True)
+    ]
 
 
-def _values(row: dict[Any, Any]) -> list[float]:
+def baseline_line(side: Side, bound_s: float) -> Line:
+    """A baseline.  ``bound_s``: what the gap is from; 0 where there is none."""
+    trace = side.trace
+    gap = trace.makespan_s / bound_s - 1 if bound_s else None
+    texts = [
+        *("–", side.name, "–", "–"),
+        format_seconds(trace.makespan_s),
+        f"{side.samples_per_s:.3g}",
+        format_bytes(max(side.peak_bytes)),
+        format_bytes(trace.swap_bytes),
+        f"{trace.bubble_fraction:.0%}",
+        "–" if gap is None else f"{gap:.0%}",
+    ]
+    values = [trace.makespan_s, side.samples_per_s, max(side.peak_bytes), trace.swap_bytes, trace.bubble_fraction, gap]
+    peaks = _peaks_text(side.peak_bytes, trace.machine)
+    return Line(texts, [None, None, None, None, *values], f"{side.plan}; peaks, at most: {peaks}")
+
+
+def impossible_line(name: str, reason: str) -> Line:
+    """A baseline that there is not."""
+    return Line(["–", name, *["–"] * (len(COLUMNS) - 2)], [None] * len(COLUMNS), reason)
+
+
+def _peaks_text(peaks: Sequence[int], machine: Machine) -> str:
+    """``"gpu0 3.10 GiB, gpu1 2.95 GiB"``."""
+    return ", ".join(f"{device.name} {format_bytes(peak)}" for device, peak in zip(machine.devices, peaks, strict=True))
+
+
+def _values(row: dict[Any, Any]) -> list[float | None]:
     names = ("num_forward_packs", "num_backward_packs", "step_s", "samples_per_s", "peak_bytes", "swap_bytes")
     return [
         float(row["rank"]),
@@ -80,14 +119,17 @@ def _packs(count: int, microbatch_size: int) -> str:
 class CandidateTable(anywidget.AnyWidget):
     """``selected`` is the chosen row, ``NONE_CHOSEN`` when the plan at hand is none of them.
 
-    ``values``, parallel to ``rows``: what the page sorts by.
+    ``values``, parallel to ``rows``: what the page sorts by, None last.  ``titles``, too: what a pointer over a row is
+    told.  The first ``num_choices`` rows can be chosen, baselines below them cannot.
     """
 
     _esm = static_text("table.js")
     _css = static_text("table.css")
     columns = traitlets.List(traitlets.Unicode()).tag(sync=True)
     rows = traitlets.List(traitlets.List(traitlets.Unicode())).tag(sync=True)
-    values = traitlets.List(traitlets.List(traitlets.Float())).tag(sync=True)
+    values = traitlets.List(traitlets.List(traitlets.Float(allow_none=True))).tag(sync=True)
+    titles = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    num_choices = traitlets.Int(0).tag(sync=True)
     selected = traitlets.Int(NONE_CHOSEN).tag(sync=True)
 
     def __init__(self, on_choice: Callable[[int], None]) -> None:
@@ -96,11 +138,14 @@ class CandidateTable(anywidget.AnyWidget):
         self._marked = NONE_CHOSEN
         self.observe(self._selected, "selected")
 
-    def show(self, frame: "pandas.DataFrame", most: int) -> None:
-        """The best ``most`` rows of a ranking."""
+    def show(self, candidates: Sequence[Line], baselines: Sequence[Line] = ()) -> None:
+        """A ranking, and what it is compared with."""
+        lines = [*candidates, *baselines]
         with self.hold_sync():
-            self.values = candidate_values(frame, most)
-            self.rows = candidate_rows(frame, most)
+            self.num_choices = len(candidates)
+            self.titles = [line.title for line in lines]
+            self.values = [list(line.values) for line in lines]
+            self.rows = [line.texts for line in lines]
 
     def mark(self, index: int) -> None:
         """Show that row as chosen, without calling ``on_choice``."""

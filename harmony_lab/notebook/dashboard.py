@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.lab_costs import forecast_on
-from harmony_lab.notebook.candidates import LEGEND, NONE_CHOSEN, CandidateTable
+from harmony_lab.notebook.candidates import NONE_CHOSEN, CandidateTable, Line, candidate_lines
 from harmony_lab.notebook.compare_panel import ComparePanel
-from harmony_lab.notebook.control_names import ControlNames
 from harmony_lab.notebook.effects import effects
 from harmony_lab.notebook.header import header_html
 from harmony_lab.notebook.knob_panel import KnobCalls, KnobPanel
@@ -17,6 +17,7 @@ from harmony_lab.notebook.knobs import Knobs
 from harmony_lab.notebook.launch_panel import LaunchPanel, first_batches, user_namespace
 from harmony_lab.notebook.layers_panel import LayersPanel
 from harmony_lab.notebook.machine_panel import MachinePanel
+from harmony_lab.notebook.page import page
 from harmony_lab.notebook.pictures import Pictures
 from harmony_lab.notebook.requests import History, Requests
 from harmony_lab.notebook.sides import Sides
@@ -25,7 +26,6 @@ from harmony_lab.notebook.text import (
     error_html,
     error_words,
     note_html,
-    stylesheet_html,
     tiles,
     tiles_html,
     weighed,
@@ -33,13 +33,14 @@ from harmony_lab.notebook.text import (
 from harmony_lab.notebook.weak import weakly
 from harmony_lab.notebook.worker import Worker
 from harmony_lab.plan import Plan
+from harmony_lab.planner.search import SearchResult
 
 if TYPE_CHECKING:
     from harmony_lab.lab import Lab
 
 __all__ = ["Dashboard"]
 
-_MOST_CANDIDATES = 10
+_MOST_BESIDE = 10  # candidates that can be compared
 _PAINTING_S = 5.0  # patience with what is being painted when the Lab closes
 _EFFECTS_AFTER_S = 0.3  # so that nobody who still turns waits for them
 _VERIFIED_STEPS = 2
@@ -80,12 +81,13 @@ class Dashboard:
         self.knobs = KnobPanel(calls)
         self.figures = ipywidgets.HTML()
         self.machine = MachinePanel(lab, self._offer)
-        self._sides = Sides(lab, _MOST_CANDIDATES, lambda: self.machine.best)
+        self._sides = Sides(lab, _MOST_BESIDE, lambda: self.machine.best)
         self.compare = ComparePanel(self._sides.side, self._compare)
         self.layers = LayersPanel(weakly(self._measure_again), estimated=bool(lab.only_planned))
         self.pictures = Pictures(
             self._painter.submit,
             self._sides.candidate_traces,
+            weakly(self._choose_rank),
             [
                 ("Compare", self.compare.view, self.compare.draw),
                 ("What if", self.machine.view, lambda: None),
@@ -93,47 +95,18 @@ class Dashboard:
             ],
         )
         self.launcher = LaunchPanel(weakly(self._launch), weakly(self._verify), namespace, data)
-        self._hidden: list[Any] = []
-        self.view = self._arranged()
+        status = [self.header, self.progress, self.message, self.trouble]
+        parts = self.table, self.knobs, self.figures, self.pictures.view, self.launcher.view
+        self.view, self._hidden = page(status, *parts)
         self._unsubscribe = lab.subscribe(self._event)
         self._paint_all()
-
-    def _arranged(self) -> Any:
-        ranking = ipywidgets.VBox([self.table, ipywidgets.HTML(note_html(LEGEND))])
-        candidates = _section("Candidates", ranking, flex="0 0 auto")
-        knobs = _section("Knobs", self.knobs.view, flex="2 1 320px")
-        left = ipywidgets.VBox(
-            [candidates, _section("Packs and plan", self.knobs.strip_view, flex="0 0 auto")],
-            layout={"flex": "3 1 500px", "min_width": "0"},
-        )
-        top = ipywidgets.Box([left, knobs], layout={"flex_flow": "row wrap", "align_items": "flex-start"})
-        top.add_class("harmony-columns")
-        launch = _section("Launch", self.launcher.view, flex="0 0 auto")
-        self._hidden = [top, self.pictures.view, launch]  # until there is a plan to show
-        for part in self._hidden:
-            part.layout.display = "none"
-        status = [self.header, self.progress, self.message, self.trouble]
-        view = ipywidgets.VBox(
-            [
-                ipywidgets.HTML(stylesheet_html()),
-                *status,
-                top,
-                self.figures,
-                self.pictures.view,
-                launch,
-                ControlNames(),
-            ],
-            layout={"width": "100%"},
-        )
-        view.add_class("harmony-lab")
-        return view
 
     # -- life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Do what is missing: profile and search, off this thread."""
         if self.lab.result is None or self.lab.chosen is None:
-            self._hands.submit("prepare", self._prepare)
+            self._submit("prepare", self._prepare)
 
     def close(self) -> None:
         """Follow the Lab no longer and end the threads; the last state stays visible."""
@@ -164,6 +137,11 @@ class Dashboard:
 
     # -- what the user asks for -----------------------------------------------------------------------------------
 
+    def _submit(self, name: str, work: Callable[[], None]) -> None:
+        """Have something done that the user asks for: what went wrong before is no longer of interest."""
+        self.trouble.value = ""
+        self._hands.submit(name, work)
+
     def _prepare(self) -> None:
         self.lab.prepare()
 
@@ -172,10 +150,10 @@ class Dashboard:
             self.lab.measure(cache=False)
             self.lab.search()
 
-        self._hands.submit("measure", measure)
+        self._submit("measure", measure)
 
     def _choose_rank(self, rank: int) -> None:
-        self._hands.submit("choose", lambda: self._choose(rank))
+        self._submit("choose", lambda: self._choose(rank))
 
     def _choose(self, plan: Plan | int) -> None:
         """Take a plan as it is: the reference from now on."""
@@ -184,7 +162,11 @@ class Dashboard:
 
     def _turn(self, knobs: Knobs) -> None:
         number = self._requests.next_number()
-        self._hands.submit("choose", lambda: self._vary(lambda: self._turned(knobs), number))
+
+        def choose() -> None:
+            self._vary(lambda: self._turned(knobs), number)
+
+        self._submit("choose", choose)
 
     def _turned(self, knobs: Knobs) -> Plan:
         profile, base = self.lab.profile, self._base
@@ -196,17 +178,22 @@ class Dashboard:
         number = self._requests.next_number()
 
         def choose() -> None:
-            self._base = plan
-            self._vary(lambda: plan, number)
+            before, self._base = self._base, plan
+            if not self._vary(lambda: plan, number) and self._base is plan:
+                self._base = before
 
-        self._hands.submit("choose", choose)
+        self._submit("choose", choose)
 
     def _undo(self) -> None:
+        if self.knobs.refused:
+            self.knobs.restore()
+            self.knobs.undo.disabled = not self._history.can_go_back
+            return
         past = self._history.back()
         if past is None:
             return
         if past.chosen:
-            self._hands.submit("choose", lambda: self._choose(past.plan))
+            self._submit("choose", lambda: self._choose(past.plan))
         else:
             self._take(past.plan)
 
@@ -214,14 +201,17 @@ class Dashboard:
         if self._reference is not None:
             self._take(self._reference.preview.plan)
 
-    def _vary(self, make: Callable[[], Plan], number: int) -> None:
-        """Choose a variation of the reference."""
+    def _vary(self, make: Callable[[], Plan], number: int) -> bool:
+        """Choose a variation of the reference; False where it is refused."""
         try:
             plan = make()
             self._requests.asked(plan, number)
             self.lab.choose(plan)
         except HarmonyError as error:
-            self.knobs.complain(str(error))
+            if self._requests.is_newest(number):  # else the user has turned on: that is answered next
+                self.knobs.refuse(str(error), self.lab.plan)
+            return False
+        return True
 
     def _launch(self, data: Any, steps: int) -> None:
         self._submit_training("launch", lambda: self.lab.launch(data, steps))
@@ -241,7 +231,7 @@ class Dashboard:
                 self.launcher.complain(error_words(error))
                 self._allow_launch()
 
-        self._hands.submit(name, train)
+        self._submit(name, train)
 
     def _compare(self) -> None:
         self._painter.submit("compare", lambda: self.pictures.outdate("Compare"))
@@ -297,16 +287,28 @@ class Dashboard:
             self.progress.layout.display = "none"
             self.message.value = self.trouble.value = ""
             frame = result.to_frame()
-            self.table.show(frame, _MOST_CANDIDATES)
+            self._rank_beside_baselines(result, profile, candidate_lines(frame, result.candidates))
             self._offer()
             self.pictures.show_candidates(frame)
             self.layers.show(profile)
             self.pictures.outdate("Layers")
 
+    def _rank_beside_baselines(self, result: SearchResult, profile: Profile, ranking: list[Line]) -> None:
+        """Show the ranking now, and with baselines once nobody turns any more."""
+        self.table.show(ranking)
+
+        def add() -> None:
+            found = self._sides.baseline_lines(profile)
+            if self.lab.result is result:
+                self.table.show(ranking, found)
+
+        self._weigher.submit("baselines", add)
+
     def _paint_plan(self) -> None:
         preview, profile = self.lab.chosen, self.lab.profile
         if preview is None or profile is None:
             return
+        self.trouble.value = ""
         plan, number = weighed(preview), self._requests.arrived(preview.plan)
         if number is None:
             self._refer_to(plan)
@@ -317,7 +319,7 @@ class Dashboard:
         self.figures.value = tiles_html(tiles(plan, self._reference or plan), self._caption(), preview.problem)
         self.pictures.show_plan(preview.trace)
         self.knobs.enable(True)
-        self.knobs.undo.disabled = not self._history.can_go_back
+        self.knobs.undo.disabled = not (self.knobs.refused or self._history.can_go_back)
         while self._hidden:
             self._hidden.pop().layout.display = "flex"
         self._allow_launch()
@@ -331,8 +333,9 @@ class Dashboard:
         self.table.mark(self._rank(self._base))
 
     def _rank(self, plan: Plan) -> int:
-        shown = self._sides.best_plans()
-        return shown.index(plan) if plan in shown else NONE_CHOSEN
+        result = self.lab.result
+        plans = [] if result is None else [candidate.plan for candidate in result.candidates]
+        return plans.index(plan) if plan in plans else NONE_CHOSEN
 
     def _caption(self) -> str:
         rank = self.table.selected
@@ -374,6 +377,7 @@ class Dashboard:
         problem = None if preview is None else preview.problem
         ready = preview is not None and not busy and not self.lab.closed
         self.launcher.allow(ready, problem, self.lab.only_planned)
+        self.layers.enable(not busy and not self.lab.closed)
 
     def _paint_run(self) -> None:
         run = self.lab.run
@@ -387,15 +391,23 @@ class Dashboard:
     def _failed(self, error: Exception) -> None:
         self.progress.layout.display = "none"
         self.message.value = ""
-        self.layers.enable(not self.lab.closed)
         self.trouble.value = error_html(error_words(error))
+        if self.lab.chosen is None and not self.lab.closed:
+            self._show_without_plan()
+        self._allow_launch()
+
+    def _show_without_plan(self) -> None:
+        """What can be done where there is no plan: ask about other machines, look at the layers, measure again."""
+        if self.pictures.view in self._hidden:
+            self._hidden.remove(self.pictures.view)
+            self.pictures.view.layout.display = "flex"
+        if self.lab.profile is not None:
+            self.layers.show(self.lab.profile)
+            self.pictures.outdate("Layers")
+        self.pictures.look_at("What if")
+        self.machine.nothing_fits()
 
     def _offer(self) -> None:
         """Tell the comparison what there is to compare."""
         self.compare.offer(self._sides.options())
         self._compare()
-
-
-def _section(title: str, content: Any, *, flex: str) -> Any:
-    heading = ipywidgets.HTML(f"<h4>{title}</h4>")
-    return ipywidgets.VBox([heading, content], layout={"flex": flex, "min_width": "0"})

@@ -31,9 +31,12 @@ def _footprint(profile: Profile, lab: "Lab") -> str:
     activations = profile.activation_bytes(lab.minibatch_size)
     ratio = state / devices
     size = f"{ratio:.1f} times what" if ratio >= 1 else f"{ratio:.0%} of what"
+    host = state / lab.machine.host.memory_bytes
+    on_host = f"{host:.1f} times" if host >= 1 else f"{host:.0%} of" if host >= 0.01 else "less than 1% of"
     also = "" if profile.precision is Precision.FP32 else f", in fp32 and {profile.precision}"
     return (
         f"Training state (weights{also}, gradients, optimizer) <b>{format_bytes(state)}</b>, {size} the devices hold "
-        f"together ({format_bytes(devices)}); activations of a minibatch of {lab.minibatch_size}, all kept: "
+        f"together ({format_bytes(devices)}) and {on_host} the host's memory; activations of a minibatch of "
+        f"{lab.minibatch_size}, all kept: "
         f"{format_bytes(activations)}"
     )

@@ -59,9 +59,10 @@ class KnobCalls(NamedTuple):
 
 
 class KnobPanel:
-    """Controls that show a plan; ``view`` for the side, ``strip_view`` for the whole width.
+    """Controls that show a plan; ``view`` for the side, ``strip_view`` for below the candidates.
 
     A control that is set to what ``_shown`` says already was set by ``show``: only other values are the user's.
+    What was refused stays visible, with the reason, until the next turn is taken or ``restore`` is called.
     """
 
     def __init__(self, calls: KnobCalls) -> None:
@@ -70,6 +71,8 @@ class KnobPanel:
         self._plan: Plan | None = None
         self._texts: dict[str, str] = {}  # what text fields were set to
         self._profile: Profile | None = None
+        self.refused = False
+        """Whether something is visible that the plan at hand is not."""
         self.controls = _controls()
         self.effects = {name: ipywidgets.HTML() for name in self.controls}
         for name, control in self.controls.items():
@@ -86,7 +89,7 @@ class KnobPanel:
             field.observe(lambda change, way=way: self._typed(way, change["new"]), "value")
         self.strip = PackStrip(self._cut)
         self.message = ipywidgets.HTML()
-        self.undo = _button("undo", "undo", "take the plan that was shown before")
+        self.undo = _button("undo", "undo", "take back what was refused, else the plan that was shown before")
         self.reset = _button("back to the candidate", "refresh", "take the chosen candidate's plan again")
         self.undo.on_click(lambda _: calls.undo())
         self.reset.on_click(lambda _: calls.reset())
@@ -100,7 +103,7 @@ class KnobPanel:
 
     def show(self, plan: Plan, profile: Profile) -> None:
         """Set every control to that plan; calls nobody back."""
-        self._profile, self._plan = profile, plan
+        self._profile, self._plan, self.refused = profile, plan, False
         knobs = Knobs.of(plan)
         self._shown = knobs
         for name in ("forward_microbatch_size", "backward_microbatch_size"):
@@ -136,6 +139,22 @@ class KnobPanel:
     def complain(self, message: str) -> None:
         self.message.value = error_html(message)
 
+    def refuse(self, message: str, at_hand: Plan | None = None) -> None:
+        """Say why what was turned or typed is no plan; whatever is turned next starts from the plan at hand, by default
+        the one shown last.
+        """
+        self.complain(message)
+        self._plan = at_hand or self._plan
+        if self._plan is not None:
+            self._shown = Knobs.of(self._plan)
+        self.refused = True
+        self.undo.disabled = False
+
+    def restore(self) -> None:
+        """Show the plan at hand instead of what was refused."""
+        if self._plan is not None and self._profile is not None:
+            self.show(self._plan, self._profile)
+
     def take(self, plan: Plan) -> None:
         self._calls.take(plan)
 
@@ -150,16 +169,16 @@ class KnobPanel:
         if self._shown is None:
             return
         if name == "devices":
-            if value == devices_text(self._shown.devices):
-                return
             try:
-                value = parse_devices(value)
+                value = self._shown.devices if value == devices_text(self._shown.devices) else parse_devices(value)
             except PlanError as error:
-                self.complain(str(error))
+                self.refuse(str(error))
                 return
         if getattr(self._shown, name) != value:
             self._shown = self._shown.turn(**{name: value})
             self._calls.turn(self._shown)
+        elif self.refused:  # turned back by hand
+            self._calls.undo()
 
     def _typed(self, what: str, text: str) -> None:
         if self._plan is None or text == self._texts.get(what):
@@ -172,7 +191,7 @@ class KnobPanel:
                 packs = self._plan.fused_pack.start if what == "forward" else self._plan.num_layers
                 self._cut(what, parse_cuts(text, packs))
         except PlanError as error:
-            self.complain(str(error))
+            self.refuse(str(error))
 
     def _cut(self, way: str, cuts: tuple[int, ...]) -> None:
         if self._plan is None:
@@ -180,7 +199,7 @@ class KnobPanel:
         try:
             self.take(recut(self._plan, **{f"{way}_cuts": cuts}))
         except PlanError as error:
-            self.complain(str(error))
+            self.refuse(str(error))
 
 
 def _controls() -> dict[str, Any]:

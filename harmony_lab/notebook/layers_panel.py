@@ -9,8 +9,11 @@ from harmony_lab.costs import Profile
 from harmony_lab.figures.profile import profile_figure
 from harmony_lab.notebook.plot import Plot
 from harmony_lab.notebook.text import note_html
+from harmony_lab.units import format_bytes
 
 __all__ = ["LayersPanel"]
+
+_LARGEST_TOLD = 3
 
 
 class LayersPanel:
@@ -38,7 +41,8 @@ class LayersPanel:
 
     def draw(self) -> None:
         if self._profile is not None:
-            self.source.value = note_html(str(self._profile)) + note_html(self._profile.unsteady)
+            notes = str(self._profile), _largest(self._profile), self._profile.unsteady
+            self.source.value = "".join(note_html(note) for note in notes)
             self.plot.show(profile_figure(self._profile).to_plotly_json())
 
     def enable(self, enabled: bool) -> None:
@@ -47,3 +51,13 @@ class LayersPanel:
     def _clicked(self, _: Any) -> None:
         self.enable(False)  # until there is a new profile
         self._on_again()
+
+
+def _largest(profile: Profile) -> str:
+    """The layers with the most parameters, in a sentence."""
+    whole = sum(layer.parameter_bytes for layer in profile.layers)
+    first = sorted(profile.layers, key=lambda layer: -layer.parameter_bytes)[:_LARGEST_TOLD]
+    told = [
+        f"{one.name} {format_bytes(one.parameter_bytes)} ({one.parameter_bytes / whole:.0%})" for one in first if whole
+    ]
+    return f"Largest layers, by parameters: {', '.join(told)}." if told else ""

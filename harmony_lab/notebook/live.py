@@ -33,24 +33,35 @@ def run_tiles(run: Run) -> list[Tile]:
     """Loss, step time and throughput, measured, beside what was predicted."""
     losses, step_s, trace = run.losses, run.step_s, run.trace
     if not losses or not step_s:
-        return [Tile("predicted step", format_seconds(run.predicted.makespan_s))]
+        return [Tile("predicted step", _predicted_step(run))]
     median_s = statistics.median(step_s)
     predicted = run.predicted
     shown = [
         Tile("loss", f"{losses[-1]:.4f}", f"from {losses[0]:.4f}"),
-        Tile("step, median", format_seconds(median_s), f"predicted {format_seconds(predicted.makespan_s)}"),
-        Tile("throughput", f"{run.plan.minibatch_size / median_s:.3g} samples/s"),
+        Tile("step, median", format_seconds(median_s), f"predicted {_predicted_step(run)}"),
+        Tile("throughput", f"{run.accumulate * run.plan.minibatch_size / median_s:.3g} samples/s"),
     ]
     if trace is not None:
+        what = "the last step" if run.accumulate == 1 else "the last minibatch"
         shown += [
             Tile(
-                "peak of the last step",
+                f"peak of {what}",
                 format_bytes(max(trace.peak_bytes)),
                 f"predicted at most {format_bytes(max(peak_bytes(predicted.program)))}",
             ),
-            Tile("swapped", format_bytes(trace.swap_bytes), f"predicted {format_bytes(predicted.swap_bytes)}"),
+            Tile(
+                f"swapped in {what}",
+                format_bytes(trace.swap_bytes),
+                f"predicted {format_bytes(predicted.swap_bytes)}",
+            ),
         ]
     return shown
+
+
+def _predicted_step(run: Run) -> str:
+    """One update may be made of several minibatches, one iteration each."""
+    text = format_seconds(run.accumulate * run.predicted.makespan_s)
+    return text if run.accumulate == 1 else f"{text} for {run.accumulate} minibatches"
 
 
 class RunPanel:
@@ -61,6 +72,8 @@ class RunPanel:
         self._drawn_steps = 0
         self._painter = Worker("harmony-lab run panel", self._failed, pause_s=_REST_S)
         self._hand = Worker("harmony-lab run control", self._failed)
+        self._stopper = Worker("harmony-lab run stop", self._failed)  # its own: a pause may be waited for
+        self._asked = ""  # what the run was asked for and has not done yet, in words
         self.headline = ipywidgets.HTML()
         self.figures = ipywidgets.HTML()
         self.trouble = ipywidgets.HTML()
@@ -70,7 +83,7 @@ class RunPanel:
             description="Stop",
             icon="stop",
             button_style="warning",
-            tooltip="stop after the current step; weights are kept",
+            tooltip="stop at once, or after the current step if that has begun to update; weights are kept",
         )
         self.pause.on_click(weakly(self._pause))
         self.stop.on_click(weakly(self._stop))
@@ -95,10 +108,11 @@ class RunPanel:
         self._unsubscribe()
         self._painter.close()
         self._hand.close()
+        self._stopper.close()
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until everything asked for is done and painted; False when that took longer."""
-        return self._hand.wait_idle(timeout_s) and self._painter.wait_idle(timeout_s)
+        return all(worker.wait_idle(timeout_s) for worker in (self._hand, self._stopper, self._painter))
 
     def _event(self, _: str) -> None:
         self._painter.submit("paint", self._paint)
@@ -106,7 +120,8 @@ class RunPanel:
     def _paint(self) -> None:
         run = self.run
         active, losses = run.active, run.losses
-        self.headline.value = _headline(run, len(losses))
+        asked = self._asked if active and run.status is not RunStatus.PAUSED else ""
+        self.headline.value = _headline(run, len(losses), asked)
         sensors = readings_text(readings(run.predicted.machine)) if active else ""
         self.figures.value = tiles_html(run_tiles(run), sensors, None)
         if losses and (not active or len(losses) >= self._drawn_steps * _GROWTH):
@@ -125,21 +140,34 @@ class RunPanel:
         if self.run.status is RunStatus.PAUSED:
             self.run.resume()
         else:
-            self.run.pause()
+            self._ask("pausing after the current step …")
+            self._hand.submit("pause", self._hold)
+
+    def _hold(self) -> None:
+        self.run.pause()
+        if not self.stop.disabled:
+            self._asked = ""
+            self.pause.disabled = not self.run.active
+        self._painter.submit("paint", self._paint)
 
     def _stop(self, _: Any) -> None:
-        self.pause.disabled = self.stop.disabled = True
-        self.headline.value = note_html("stopping after the current step …")
-        self._hand.submit("stop", self.run.stop)
+        self.stop.disabled = True
+        self._ask("stopping …")
+        self._stopper.submit("stop", self.run.stop)
+
+    def _ask(self, words: str) -> None:
+        self.pause.disabled = True
+        self._asked = words
+        self.headline.value = _headline(self.run, len(self.run.losses), words)
 
     def _failed(self, error: Exception) -> None:
         self.trouble.value = error_html(str(error))
 
 
-def _headline(run: Run, done: int) -> str:
+def _headline(run: Run, done: int, asked: str) -> str:
     share = 100 * done / run.steps
     return (
-        f"<b>{_WORDS[run.status]}</b>: step {done} of {run.steps}"
+        f"<b>{asked or _WORDS[run.status]}</b>: step {done} of {run.steps}"
         f'<div class="harmony-bar" role="progressbar" aria-valuenow="{done}" aria-valuemax="{run.steps}">'
         f'<div style="width: {share:.1f}%"></div></div>'
     )

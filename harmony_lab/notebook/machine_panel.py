@@ -43,7 +43,7 @@ class MachinePanel:
         self._worker = Worker("harmony-lab what-if", self._failed)
         self._profiles = Profiles(self._estimated)
         self._best: Weighed | None = None
-        self._known: tuple[Profile, Machine, SearchResult] | None = None  # the last search
+        self._known: tuple[Profile, Machine, int, SearchResult] | None = None  # the last search
         self.preset = ipywidgets.Combobox(
             placeholder="as it is; or such as 4x4090 or 8x3090, pcie4 x8 behind 2 switches",
             description="machine",
@@ -67,6 +67,13 @@ class MachinePanel:
             layout={"width": "auto"},
             disabled=True,
         )
+        self.measure = ipywidgets.Button(
+            description="measure links",
+            icon="exchange",
+            tooltip="what the links of this machine really carry, alone and all at once; nothing is planned anew",
+            layout={"width": "auto", "display": "none" if lab.only_planned else ""},
+        )
+        self.measured = ipywidgets.HTML()
         self.status = ipywidgets.HTML()
         self.shown_plan = ipywidgets.HTML()
         self.best_plan = ipywidgets.HTML()
@@ -76,9 +83,10 @@ class MachinePanel:
         self.preset.observe(weakly(self._named), "value")
         self.reset.on_click(weakly(self._reset))
         self.take.on_click(weakly(self._take))
-        buttons = ipywidgets.HBox([self.reset, self.take], layout={"flex_flow": "row wrap"})
+        self.measure.on_click(weakly(self._measure))
+        buttons = ipywidgets.HBox([self.reset, self.take, self.measure], layout={"flex_flow": "row wrap"})
         rows = [self.preset, self.devices, self.memory.view, self.link.view]
-        self.view = ipywidgets.VBox([*rows, buttons, self.status, self.shown_plan, self.best_plan])
+        self.view = ipywidgets.VBox([*rows, buttons, self.measured, self.status, self.shown_plan, self.best_plan])
 
     # -- what others ask ------------------------------------------------------------------------------------------
 
@@ -92,8 +100,25 @@ class MachinePanel:
         if self._differs():
             self._ask()
 
+    def nothing_fits(self) -> None:
+        """There is no plan: say with how much memory there would be, where layers have been profiled."""
+        profile = self._lab.profile
+        if profile is None or self._differs():
+            return
+        self._asked += 1
+        number = self._asked
+        self.status.value = note_html("looking for how much memory suffices …")
+        self._worker.submit("what-if", lambda: self._find_memory(profile, number))
+
     def enable(self, enabled: bool) -> None:
-        for control in (self.preset, self.devices, *self.memory.controls, *self.link.controls, self.reset):
+        for control in (
+            self.preset,
+            self.devices,
+            *self.memory.controls,
+            *self.link.controls,
+            self.reset,
+            self.measure,
+        ):
             control.disabled = not enabled
 
     def close(self) -> None:
@@ -175,6 +200,26 @@ class MachinePanel:
         devices = tuple(device for device in best.plan.devices if device < self._lab.machine.num_devices)
         self._lab.choose(best.plan.with_(devices=devices))
 
+    def _measure(self, _: Any) -> None:
+        self.measure.disabled = True
+        self.measured.value = note_html("measuring the links …")
+        self._worker.submit("measure links", self._measure_links)
+
+    def _measure_links(self) -> None:
+        from harmony_lab.profiler.links import probe_links
+
+        lab = self._lab
+        try:
+            if lab.run is not None and lab.run.active:
+                raise HarmonyError("links are measured while nothing else uses them: stop the run first")
+            probe = probe_links(lab.machine)
+            note = "To plan with these rates: Lab(..., machine=harmony_lab.probe_links(machine).machine)"
+            self.measured.value = f"{probe._repr_html_()}{note_html(note)}"
+        except HarmonyError as error:
+            self.measured.value = error_html(str(error))
+        finally:
+            self.measure.disabled = lab.closed
+
     # -- answers --------------------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
@@ -188,17 +233,19 @@ class MachinePanel:
         lab, what_if = self._lab, self._what_if()
         measured, chosen = lab.profile, lab.chosen
         self.shown_plan.value = self.best_plan.value = ""
-        if what_if == WhatIf() or measured is None or chosen is None:
+        if what_if == WhatIf():
             self.status.value = ""
             self._on_answer()
             return
         machine = what_if.machine(lab.machine)
         self.status.value = note_html(f"{machine}: looking for its best plan …")
-        profile = self._profiles.of(machine, lab.machine, measured)
-        reference = weighed(chosen)
-        self.shown_plan.value = self._plan_there(chosen, profile, machine, reference)
+        profile = self._profile(machine, measured)
+        reference = None if chosen is None else weighed(chosen)
+        if reference is not None:
+            self.shown_plan.value = self._plan_there(reference.preview, profile, machine, reference)
+        size = lab.minibatch_size if chosen is None else chosen.plan.minibatch_size
         try:
-            result = self._search(profile, machine, number)
+            result = self._search(profile, machine, size, number)
         except Superseded:
             return
         best = weighed(preview(result.best, profile, machine))
@@ -206,21 +253,52 @@ class MachinePanel:
             return
         self._best = best
         source = "measured here" if profile is measured else f"as estimated for {profile.device}"
-        self.status.value = note_html(f"{machine}; seconds per layer {source}; changes are against the plan at hand")
+        against = "" if reference is None else "; changes are against the plan at hand"
+        self.status.value = note_html(f"{machine}; seconds per layer {source}{against}")
         self.best_plan.value = (
-            f"<h4>The best plan there</h4>{tiles_html(tiles(best, reference), result.explain(), None)}"
+            f"<h4>The best plan there</h4>{tiles_html(tiles(best, reference or best), result.explain(), None)}"
             f'<pre class="harmony-plan">{escape(str(result.best))}</pre>'
         )
         self.take.disabled = False
         self._on_answer()
 
-    def _search(self, profile: Profile, machine: Machine, number: int) -> SearchResult:
+    def _profile(self, machine: Machine, measured: Profile | None) -> Profile:
+        lab = self._lab
+        if measured is not None:
+            return self._profiles.of(machine, lab.machine, measured)
+        if not machine.devices[0].model:
+            raise HarmonyError(
+                f"no layer has been profiled on {lab.machine.devices[0].name}, so nothing is known of others like it: "
+                "type a preset, such as 4x4090, whose costs are estimated"
+            )
+        return self._estimated(machine.devices[0].model, lab.precision)
+
+    def _find_memory(self, profile: Profile, number: int) -> None:
+        """The least memory of the slider's with which there is a plan."""
+        machine = self._lab.machine
+        for size, memory in self.memory.slider.options:
+            if memory > machine.devices[0].memory_bytes and self._has_plan(profile, machine.with_(memory=int(memory))):
+                if number == self._asked:
+                    self.status.value = note_html(f"With {size} per device there is a plan. What else would do?")
+                return
+        if number == self._asked:
+            self.status.value = note_html("There is no plan with eight times the memory either.")
+
+    def _has_plan(self, profile: Profile, machine: Machine) -> bool:
+        try:
+            search(profile, machine, self._lab.minibatch_size, shown=1)
+        except HarmonyError:
+            return False
+        return True
+
+    def _search(self, profile: Profile, machine: Machine, minibatch_size: int, number: int) -> SearchResult:
         """The ranking there; known from before where only the plan at hand has changed."""
         known = self._known
-        if known is None or known[0] is not profile or known[1] != machine:
+        if known is None or known[0] is not profile or known[1:3] != (machine, minibatch_size):
             wanted = while_wanted(lambda: number == self._asked)
-            known = self._known = profile, machine, search(profile, machine, self._lab.minibatch_size, progress=wanted)
-        return known[2]
+            result = search(profile, machine, minibatch_size, progress=wanted)
+            known = self._known = profile, machine, minibatch_size, result
+        return known[3]
 
     def _plan_there(self, chosen: Preview, profile: Profile, machine: Machine, reference: Weighed) -> str:
         heading = "<h4>The plan at hand, there</h4>"

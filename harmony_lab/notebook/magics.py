@@ -11,7 +11,7 @@ from IPython.core.error import UsageError
 from harmony_lab.arguments import add_machine, add_mode, add_precision, asked_machine, positive
 from harmony_lab.errors import HarmonyError
 from harmony_lab.notebook.release import free
-from harmony_lab.notebook.traced_cell import traces_of
+from harmony_lab.notebook.traced_cell import TracedCell
 from harmony_lab.notebook.views import Views, held, named
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ _HELP = """Plan and run the training of models that are larger than the devices 
     %harmony compare [A B]                two plans beside each other, by rank, name or text, or baselines such as
                                           'dp, paged'; without names: all of them, in figures
     %harmony launch LOADER                train with the chosen plan; returns at once
-    %harmony stop                         stop training after the current step
+    %harmony stop                         stop training; a step that has begun to update is finished first
     %harmony report FILE                  write one HTML file with everything
     %harmony free                         close every Lab and Trainer and give device memory back
     %%harmony trace                       run the cell; show the last training step it took, as measured
 
-MODEL, BATCH, OPTIMIZER and LOADER are names in this notebook.  Options: ``--minibatch N``, ``--loss NAME``,
-``--precision bf16`` and ``--machine NAME or PRESET`` with profile and lab, ``--steps N`` with launch, ``--lab NAME``
-where there are several Labs.  Each returns what it shows: ``run = %harmony launch loader``.
+MODEL, BATCH, OPTIMIZER and LOADER are names in this notebook.  Options: --minibatch N, --loss NAME, --precision bf16
+and --machine NAME or PRESET with profile and lab, --steps N with launch, --lab NAME where there are several Labs.
+Each returns what it shows: run = %harmony launch loader
 """
 _MAGIC = "harmony"
 
@@ -141,7 +141,7 @@ class _Magic:
         try:
             return command(arguments)
         except HarmonyError as error:
-            raise UsageError(str(error)) from None
+            raise UsageError(_line(error)) from None
 
     def complete(self, _: Any, event: Any) -> list[str]:
         """Commands first, then options and names of the notebook."""
@@ -220,6 +220,7 @@ class _Magic:
         """A plan by its rank, the name of a variable, its text, or ``chosen``; or a baseline by its name."""
         from harmony_lab.notebook.contenders import Contenders
         from harmony_lab.notebook.text import side
+        from harmony_lab.plan import Plan
 
         if text.isdecimal():
             plans = [candidate.plan for candidate in lab.result.candidates] if lab.result else []
@@ -232,7 +233,13 @@ class _Magic:
             return Contenders(lab.machine, lab.minibatch_size).side(text, lab.profile)
         if "=" in text:
             return side("the plan given", lab.preview(text))
-        return side(text, lab.preview(self._value(text)))
+        plan = self._value(text)
+        if not isinstance(plan, Plan):
+            raise UsageError(
+                f"%harmony compare: {text!r} is a {type(plan).__name__}; give a rank, a Plan, its text, chosen, or one "
+                f"of {', '.join(Contenders.names)}"
+            )
+        return side(text, lab.preview(plan))
 
     def _launch(self, arguments: argparse.Namespace) -> Any:
         (loader,) = self._operands(arguments, "loader")
@@ -246,7 +253,13 @@ class _Magic:
         return run
 
     def _report(self, arguments: argparse.Namespace) -> Any:
-        return self._lab_at_hand(arguments).report(arguments.file)
+        try:
+            return self._lab_at_hand(arguments).report(arguments.file)
+        except OSError as error:
+            why = error.strerror or error
+            raise UsageError(
+                f"%harmony report: cannot write {arguments.file!r}: {why}; give a file in a folder that is there"
+            ) from None
 
     def _free(self, _: argparse.Namespace) -> Any:
         made = None if self._made is None else self._made()
@@ -255,13 +268,15 @@ class _Magic:
 
     def _trace(self, cell: str) -> Any:
         shell = self._ipython
-        tree = shell.compile.ast_parse(shell.transform_cell(cell))
-        code = shell.compile(tree, "<%%harmony trace>", "exec")
-
-        def execute() -> None:
-            exec(code, shell.user_ns)
-
-        traces = traces_of(execute, lambda: [*self._trainers(), *self._views.open_labs()])
+        source = shell.transform_cell(cell)
+        name = shell.compile.cache(source, shell.execution_count, raw_code=cell)  # so that tracebacks show its lines
+        code = shell.compile(shell.compile.ast_parse(source, filename=name), name, "exec")
+        traced = TracedCell(lambda: [*self._trainers(), *self._views.open_labs()])
+        exec(code, shell.user_ns)  # errors in here are the user's, with their traceback
+        try:
+            traces = traced.traces()
+        except HarmonyError as error:
+            raise UsageError(_line(error)) from None
         if not traces:
             raise UsageError(
                 "%%harmony trace: no training step was taken in this cell; call step of an hl.Trainer that has a name, "
@@ -281,7 +296,16 @@ class _Magic:
             raise UsageError("%harmony profile: give MODEL and BATCH, or neither to profile the Lab's model")
         if arguments.command == "lab" and given[1] is None:
             raise UsageError("%harmony lab: give MODEL and BATCH, or neither to show the Lab there is")
-        return [self._value(name) for name in given if name is not None]
+        values = {name: self._value(value) for name, value in zip(names, given, strict=True) if value is not None}
+        if "model" in values:
+            from torch.nn import Module
+
+            if not isinstance(values["model"], Module):
+                kind = type(values["model"]).__name__
+                raise UsageError(
+                    f"%harmony {arguments.command}: {arguments.model!r} is a {kind}; MODEL is a torch.nn.Module"
+                )
+        return list(values.values())
 
     def _value(self, name: str) -> Any:
         namespace = self._ipython.user_ns
@@ -295,16 +319,37 @@ class _Magic:
 
         if not arguments.machine:
             return Machine.detect()
-        if arguments.machine in self._ipython.user_ns or arguments.machine.isidentifier():
-            return self._value(arguments.machine)
-        return Machine.preset(arguments.machine)
+        named = self._ipython.user_ns.get(arguments.machine)
+        if isinstance(named, Machine):
+            return named
+        try:
+            return Machine.preset(arguments.machine)
+        except HarmonyError as error:
+            found = "there is none in this notebook" if named is None else f"here it is a {type(named).__name__}"
+            raise UsageError(
+                f"%harmony {arguments.command}: {arguments.machine!r} is no machine: {found}, and {_line(error)}"
+            ) from None
 
     def _chosen_loss(self, arguments: argparse.Namespace) -> Any:
-        return self._value(arguments.loss) if arguments.loss else None
+        if not arguments.loss:
+            return None
+        loss = self._value(arguments.loss)
+        if not callable(loss):
+            raise UsageError(
+                f"%harmony {arguments.command}: {arguments.loss!r} is a {type(loss).__name__}; --loss is a function of "
+                "(output, target)"
+            )
+        return loss
 
     def _lab_at_hand(self, arguments: argparse.Namespace) -> "Lab":
         if arguments.lab_name:
-            given: Lab = self._value(arguments.lab_name)
+            from harmony_lab.lab import Lab
+
+            given = self._value(arguments.lab_name)
+            if not isinstance(given, Lab):
+                raise UsageError(
+                    f"%harmony {arguments.command}: {arguments.lab_name!r} is a {type(given).__name__}; --lab is a Lab"
+                )
             return given
         labs = named(self._ipython.user_ns)
         made = None if self._made is None else self._made()
@@ -317,6 +362,12 @@ class _Magic:
         if len(labs) > 1:
             raise UsageError(f"%harmony: several Labs are open ({', '.join(labs)}); say which with --lab NAME")
         return next(iter(labs.values()))
+
+
+def _line(error: HarmonyError) -> str:
+    """Its text in one line: what is wrong, then all that is."""
+    first, *rest = (line.strip().removeprefix("- ") for line in str(error).splitlines())
+    return f"{first} {'; '.join(rest)}".strip()
 
 
 def _words(line: str) -> list[str]:

@@ -12,6 +12,7 @@ from harmony_lab.figures.memory import memory_spec
 from harmony_lab.figures.swaps import candidate_swap_spec, link_utilisation, swap_spec
 from harmony_lab.figures.timeline import TIMELINE_LEFT, compare_spec, timeline_spec
 from harmony_lab.notebook.plot import Plot
+from harmony_lab.notebook.text import note_html
 from harmony_lab.notebook.weak import weakly
 from harmony_lab.trace import Trace
 
@@ -27,13 +28,15 @@ class Pictures:
     """Tabs of figures, drawn when they are looked at; any thread may call the ``show`` methods.
 
     ``submit(name, task)`` runs a task on another thread: drawing a tab that was opened.  ``candidate_traces``: the best
-    candidates' names and predicted iterations.  ``more``: further tabs by title, with what draws them.
+    candidates' names and predicted iterations.  ``on_pick`` is told the rank of a candidate that is clicked.
+    ``more``: further tabs by title, with what draws them.
     """
 
     def __init__(
         self,
         submit: Submit,
         candidate_traces: Callable[[], tuple[Sequence[str], Sequence[Trace]]],
+        on_pick: Callable[[int], None],
         more: Sequence[tuple[str, Any, Callable[[], None]]] = (),
     ) -> None:
         self._submit = submit
@@ -41,18 +44,20 @@ class Pictures:
         self._lock = threading.Lock()
         self._trace: Trace | None = None
         self._frame: pandas.DataFrame | None = None
+        self._swaps_of: pandas.DataFrame | None = None  # the candidates whose swap volume is drawn
         self._measured: tuple[Trace, Trace] | None = None
         self.timeline, self.memory = Plot(), Plot()
         self.links, self.utilisation = Plot(), Plot()
         self.swaps, self.candidate_swaps = Plot(), Plot()
-        self.candidates = Plot()
+        self.candidates = Plot(on_pick=on_pick)
         self.measured = Plot()
         self._unmeasured = ipywidgets.HTML("Launch the plan to see what was measured beside what was predicted.")
+        pick = ipywidgets.HTML(note_html("A click on a plan takes it. The table above has the same plans."))
         tabs = [
             ("Timeline", ipywidgets.VBox([self.timeline, self.memory]), self._draw_plan),
             ("Links", ipywidgets.VBox([self.links, self.utilisation]), self._draw_links),
             ("Swaps", ipywidgets.VBox([self.swaps, self.candidate_swaps]), self._draw_swaps),
-            ("Candidates", self.candidates, self._draw_candidates),
+            ("Candidates", ipywidgets.VBox([self.candidates, pick]), self._draw_candidates),
             *more,
             ("Measured", ipywidgets.VBox([self._unmeasured, self.measured]), self._draw_measured),
         ]
@@ -82,6 +87,10 @@ class Pictures:
     def open(self) -> str:
         """The title of the tab that is looked at."""
         return self._titles[self.view.selected_index or 0]
+
+    def look_at(self, title: str) -> None:
+        """Open that tab."""
+        self.view.selected_index = self._titles.index(title)
 
     def outdate(self, *titles: str) -> None:
         """Draw those tabs anew: the open one now, on this thread, others once they are opened."""
@@ -115,6 +124,9 @@ class Pictures:
     def _draw_swaps(self) -> None:
         if self._trace is not None:
             self.swaps.show(swap_spec(self._trace))
+        frame = self._frame
+        if frame is not None and frame is not self._swaps_of:  # another plan leaves candidates as they are
+            self._swaps_of = frame
             names, traces = self._candidate_traces()
             if names:
                 self.candidate_swaps.show(candidate_swap_spec(names, traces))

@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,15 +17,21 @@ __all__ = ["Plot", "packed_plotly"]
 
 
 class Plot(anywidget.AnyWidget):
-    """A figure that is redrawn whole when ``packed``, its compressed JSON, changes; any thread may call ``show``."""
+    """A figure that is redrawn whole when ``packed``, its compressed JSON, changes; any thread may call ``show``.
+
+    ``on_pick`` is called with the number that a marker which is clicked carries as its ``customdata``.
+    """
 
     _esm = static_text("plot.js")
     _css = static_text("plot.css")
     packed = traitlets.Bytes(b"").tag(sync=True)
+    picks = traitlets.Bool(False).tag(sync=True)
 
-    def __init__(self, spec: Spec | None = None) -> None:
+    def __init__(self, spec: Spec | None = None, *, on_pick: Callable[[int], None] | None = None) -> None:
         _carry_library()
-        super().__init__()
+        super().__init__(picks=on_pick is not None)
+        if on_pick is not None:
+            self.on_msg(lambda _plot, content, _buffers: on_pick(int(content["picked"])))
         if spec is not None:
             self.show(spec)
 

@@ -3,11 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from harmony_lab.costs import Profile
+from harmony_lab.errors import HarmonyError
 from harmony_lab.figures.comparison import Side
+from harmony_lab.notebook.candidates import Line, baseline_line, impossible_line
 from harmony_lab.notebook.compare_panel import Option
 from harmony_lab.notebook.contenders import Contenders
 from harmony_lab.notebook.text import Weighed, side, weighed
 from harmony_lab.plan import Plan
+from harmony_lab.planner.search import SearchResult
 from harmony_lab.trace import Trace
 
 if TYPE_CHECKING:
@@ -27,7 +31,8 @@ class Sides:
         self._lab = lab
         self._shown = shown
         self._elsewhere = elsewhere
-        self._contenders = Contenders(lab.machine, lab.minibatch_size)
+        self._contenders: dict[int, Contenders] = {}  # for minibatches of that many samples
+        self._weighed: tuple[SearchResult, dict[int, Weighed]] | None = None  # candidates of that result, by rank
 
     def best_plans(self) -> list[Plan]:
         result = self._lab.result
@@ -35,8 +40,41 @@ class Sides:
 
     def candidate_traces(self) -> tuple[Sequence[str], Sequence[Trace]]:
         """Names and predicted iterations of the candidates."""
-        plans = self.best_plans()
-        return [f"candidate {rank}" for rank in range(len(plans))], [self._lab.preview(plan).trace for plan in plans]
+        ranks = range(len(self.best_plans()))
+        found = [self._candidate(rank) for rank in ranks]
+        return [f"candidate {rank}" for rank in ranks], [one.preview.trace for one in found if one is not None]
+
+    def _candidate(self, rank: int) -> Weighed | None:
+        """Simulated once per search."""
+        result = self._lab.result
+        if result is None or rank >= len(result.candidates):
+            return None
+        known = self._weighed
+        if known is None or known[0] is not result:
+            known = self._weighed = result, {}
+        if rank not in known[1]:
+            known[1][rank] = weighed(self._lab.preview(result.candidates[rank].plan))
+        return known[1][rank]
+
+    def _baselines(self, minibatch_size: int) -> Contenders:
+        own, found = self._lab.minibatch_size, self._contenders.get(minibatch_size)
+        if found is None:
+            found = Contenders(self._lab.machine, minibatch_size)
+            kept = {size: known for size, known in self._contenders.items() if size == own}
+            self._contenders = {**kept, minibatch_size: found}
+        return found
+
+    def baseline_lines(self, profile: Profile) -> list[Line]:
+        """Every baseline as a row of the table of candidates; it takes seconds until they are known."""
+        result, known = self._lab.result, self._baselines(self._lab.minibatch_size)
+        bound_s = 0.0 if result is None else result.lower_bound_s
+        lines = []
+        for name in known.names:
+            try:
+                lines.append(baseline_line(known.side(name, profile), bound_s))
+            except HarmonyError as error:
+                lines.append(impossible_line(name, str(error)))
+        return lines
 
     def options(self) -> list[Option]:
         """What there is, as (words, key)."""
@@ -51,13 +89,12 @@ class Sides:
         """None where it is not there any more, or not yet."""
         lab = self._lab
         if key in Contenders.names:
-            return None if lab.profile is None else self._contenders.side(key, lab.profile)
+            size = lab.minibatch_size if lab.plan is None else lab.plan.minibatch_size
+            return None if lab.profile is None else self._baselines(size).side(key, lab.profile)
         if key == _AT_HAND:
             return None if lab.chosen is None else side("the plan at hand", weighed(lab.chosen))
         if key == _WHAT_IF:
             best = self._elsewhere()
             return None if best is None else side(f"best on {best.preview.trace.machine.name}", best)
-        plans = self.best_plans()
-        if not key.isdigit() or int(key) >= len(plans):
-            return None
-        return side(f"candidate {key}", weighed(lab.preview(plans[int(key)])))
+        candidate = self._candidate(int(key)) if key.isdigit() else None
+        return None if candidate is None else side(f"candidate {key}", candidate)

@@ -54,24 +54,43 @@ def side(name: str, plan: "Preview | Weighed") -> Side:
 
 
 def tiles(plan: Weighed, reference: Weighed) -> list[Tile]:
-    """Step time, throughput, peak memory, swap volume and idle share, with the change against the reference."""
+    """Step time, throughput, peak memory, swap volume and idle share, with the change against the reference; that of
+    step and swap volume per sample where the minibatches differ.
+    """
     preview, peaks = plan
     trace, before = preview.trace, reference.preview.trace
-    pace = preview.plan.minibatch_size / trace.makespan_s
-    pace_before = reference.preview.plan.minibatch_size / before.makespan_s
+    samples, samples_before = preview.plan.minibatch_size, reference.preview.plan.minibatch_size
+    pace, pace_before = samples / trace.makespan_s, samples_before / before.makespan_s
     budgets = preview.program.budgets
     tightest = max(range(len(budgets)), key=lambda device: peaks[device] / budgets[device])
     return [
-        Tile("step", format_seconds(trace.makespan_s), *change(trace.makespan_s, before.makespan_s)),
+        Tile(
+            "step",
+            format_seconds(trace.makespan_s),
+            *_change_per_sample((trace.makespan_s, samples), (before.makespan_s, samples_before)),
+        ),
         Tile("throughput", f"{pace:.3g} samples/s", *change(pace, pace_before, more_is_worse=False)),
         Tile(
             f"peak on {trace.machine.devices[tightest].name}, at most",
             f"{format_bytes(peaks[tightest])} of {format_bytes(budgets[tightest])}",
             *change(max(peaks), max(reference.peak_bytes)),
         ),
-        Tile("swapped", format_bytes(trace.swap_bytes), *change(trace.swap_bytes, before.swap_bytes)),
+        Tile(
+            "swapped",
+            format_bytes(trace.swap_bytes),
+            *_change_per_sample((trace.swap_bytes, samples), (before.swap_bytes, samples_before)),
+        ),
         Tile("devices idle", f"{trace.bubble_fraction:.0%}", f"was {before.bubble_fraction:.0%}"),
     ]
+
+
+def _change_per_sample(one: tuple[float, int], before: tuple[float, int]) -> tuple[str, bool | None]:
+    """As ``change``, of (what a minibatch takes, samples in it); per sample, and it is said, where those differ."""
+    (value, samples), (value_before, samples_before) = one, before
+    if samples == samples_before:
+        return change(value, value_before)
+    words, worse = change(value / samples, value_before / samples_before)
+    return f"{words} per sample" if words else "", worse
 
 
 def tiles_html(shown: list[Tile], caption: str, problem: str | None) -> str:

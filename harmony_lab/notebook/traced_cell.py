@@ -5,25 +5,33 @@ from typing import Any
 
 from harmony_lab.trace import Trace
 
-__all__ = ["traces_of"]
+__all__ = ["TracedCell"]
 
 
-def traces_of(execute: Callable[[], None], found: Callable[[], Iterable[Any]]) -> list[Trace]:
-    """Run ``execute``; the measured iterations of trainers and runs that took a step in it.
+class TracedCell:
+    """Made before the cell runs; ``traces`` is asked after.
 
-    ``found``: the Trainers and Labs there are, asked before and after.  A Lab's run that is under way is waited for.
+    ``found``: the Trainers and Labs there are, asked before and after.
     """
-    before = {id(thing): (thing, _trace(thing)) for thing in found()}
-    execute()
-    traces: list[Trace] = []
-    for thing in found():
-        if hasattr(thing, "run") and thing.run is not None and thing.run.active:
-            thing.run.wait()
-        trace = _trace(thing)
-        old = before.get(id(thing), (None, None))[1]
-        if trace is not None and trace is not old and not any(trace is other for other in traces):
-            traces.append(trace)
-    return traces
+
+    def __init__(self, found: Callable[[], Iterable[Any]]) -> None:
+        self._found = found
+        self._before = {id(thing): (thing, _trace(thing)) for thing in found()}
+
+    def traces(self) -> list[Trace]:
+        """The measured iterations of trainers and runs that took a step since.
+
+        A Lab's run that is under way is waited for; where it fails, its ``TrainingError`` is raised.
+        """
+        traces: list[Trace] = []
+        for thing in self._found():
+            if hasattr(thing, "run") and thing.run is not None and thing.run.active:
+                thing.run.wait()
+            trace = _trace(thing)
+            old = self._before.get(id(thing), (None, None))[1]
+            if trace is not None and trace is not old and not any(trace is other for other in traces):
+                traces.append(trace)
+        return traces
 
 
 def _trace(thing: Any) -> Trace | None:

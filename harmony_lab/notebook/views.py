@@ -37,6 +37,8 @@ class Views:
         self._shell = shell
         self._has_page = getattr(shell, "kernel", None) is not None  # else a terminal: text once, no updates
         self._shown: dict[int, Shown] = {}
+        self._dashboards: dict[int, Any] = {}  # of open Labs
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()  # runs whose steps make a Lab's static form old
         self._names: dict[str, weakref.ref[Any]] = {}
         self._cell: str | None = None  # that runs
         self._cells: list[tuple[weakref.ref[Any], str]] = []  # what is shown by which cell
@@ -57,7 +59,7 @@ class Views:
         _take_away(self._formatters["text/html"], *_TRACE)
         self._shell.events.unregister("pre_run_cell", self.before_cell)
         self._shell.events.unregister("post_run_cell", self.after_cell)
-        for lab in named(self._shell.user_ns).values():
+        for lab in {id(lab): lab for lab in (*self.open_labs(), *_of_history(self._shell.user_ns))}.values():
             lab.close()
 
     @property
@@ -67,6 +69,7 @@ class Views:
     def open_labs(self) -> "list[Lab]":
         """Labs that have a name or are shown, each once."""
         shown = [reference() for reference, _ in self._cells]
+        shown += [dashboard.lab for dashboard in self._dashboards.values()]
         found: list[Any] = [*named(self._shell.user_ns).values(), *(lab for lab in shown if _is(_LAB, lab))]
         return list({id(lab): lab for lab in found if not lab.closed}.values())
 
@@ -78,7 +81,7 @@ class Views:
         if shown is None and not lab.closed and self._has_page:
             from harmony_lab.notebook.dashboard import Dashboard
 
-            dashboard = Dashboard(lab)
+            dashboard = self._dashboards[id(lab)] = Dashboard(lab)
             shown = self._shown[id(lab)] = Shown(self._publish, dashboard.view, lambda: _static(lab))
             lab.subscribe(lambda event: self._lab_event(lab, dashboard, event))
             dashboard.start()
@@ -106,6 +109,8 @@ class Views:
         self._shell.display_pub.publish(**message)
 
     def _lab_event(self, lab: "Lab", dashboard: Any, event: str) -> None:
+        if event == "closed":
+            self._dashboards.pop(id(lab), None)
         shown = self._shown.get(id(lab))
         if shown is None:
             return
@@ -115,7 +120,8 @@ class Views:
             shown.end("This Lab is closed; its last state:")
         elif event in ("profile", "result", "plan", "run"):
             shown.changed()
-            if event == "run" and lab.run is not None and lab.run.active:
+            if event == "run" and lab.run is not None and lab.run.active and lab.run not in self._followed:
+                self._followed.add(lab.run)
                 lab.run.subscribe(lambda _: shown.changed(soon=False))
 
     # -- let go ---------------------------------------------------------------------------------------------------
@@ -127,7 +133,8 @@ class Views:
         self._cells = [(reference, cell) for reference, cell in self._cells if cell != self._cell]
 
     def after_cell(self, _: Any) -> None:
-        """Let go what this cell replaced; send what static forms have to tell, so that a saved notebook has it."""
+        """Let go what this cell replaced; offer the names it made to train on; send what static forms have to tell, so
+        that a saved notebook has it."""
         names = _names(self._shell.user_ns)
         replaced = list(self._replaced(names))
         held = {id(value) for value in _held(self._shell.user_ns)} if replaced else set()
@@ -135,6 +142,8 @@ class Views:
             if id(value) not in held:
                 self.let_go(value)
         self._names = {name: weakref.ref(value) for name, value in names.items()}
+        for dashboard in list(self._dashboards.values()):
+            dashboard.launcher.offer()
         for shown in list(self._shown.values()):
             shown.flush()
 
@@ -217,6 +226,11 @@ def _held(namespace: Mapping[str, Any]) -> Iterator[Any]:
             yield from list(value.values())
         elif isinstance(value, list | tuple | set):
             yield from list(value)
+
+
+def _of_history(namespace: Mapping[str, Any]) -> "list[Lab]":
+    """Labs that only IPython's history of results holds."""
+    return [value for value in list(namespace.get("Out", {}).values()) if _is(_LAB, value)]
 
 
 def _forget(shell: Any, value: Any) -> None:

@@ -187,7 +187,7 @@ def shown(server: str) -> Iterator[Shown]:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=list(FLAGS))
-        page = browser.new_context(viewport={"width": 1200, "height": 2100}).new_page()
+        page = browser.new_context(viewport={"width": 1200, "height": 2400}).new_page()
         made = Shown(page, server)
         made.open()
         run_up_to_the_lab(page)
@@ -217,6 +217,9 @@ def test_the_dashboard_appears_with_the_best_plan(shown):
     assert shown.static.count() == 1
     assert not shown.static.is_visible()  # beside live widgets
     assert "critical path" in shown.lab.locator(".js-plotly-plot").first.inner_text()
+    assert shown.lab.locator(".modebar-btn").count() > 0
+    assert shown.lab.locator(".modebar-btn[data-title*=Share]").count() == 0  # it would upload the figure
+    shown.lab.locator(".harmony-baseline", has_text="zero-infinity order").wait_for()
     shown.shoot("dashboard")
 
 
@@ -262,6 +265,13 @@ def test_every_kind_of_knob_changes_the_plan_and_the_pictures(shown):
     shown.plan_becomes("minibatch=12")
     shown.slide("packs fetched ahead", 0)
     shown.plan_becomes("prefetch=0")
+    size = shown.lab.get_by_role("slider", name="backward microbatch")
+    before = re.search(r"backward=\d+", shown.plan)[0]
+    size.focus()
+    shown.page.keyboard.press("Home" if before != "backward=1" else "End")
+    shown.plan_becomes(rf"^(?!.*{before}\[)")
+    shown.button("bf16").click()
+    shown.plan_becomes("precision=bf16")
     shown.type_into(shown.lab.get_by_label("cut backward before"), "every 3")
     shown.plan_becomes(r"backward=\d+\[0:3,3:6,6:8\]")
     shown.lab.locator(".harmony-effect", has_text="instead of").first.wait_for()
@@ -298,13 +308,32 @@ def test_packs_are_cut_and_cuts_are_dragged(shown):
 def test_the_table_sorts_and_still_chooses_the_right_plan(shown):
     shown.lab.get_by_role("button", name="swapped").click()
     shown.lab.get_by_role("button", name="swapped").click()
-    first = shown.lab.locator(".harmony-table tbody tr").first
-    sizes = [float(text.split()[0]) for text in shown.lab.locator(".harmony-table td:nth-child(9)").all_inner_texts()]
+    plans = shown.lab.locator(".harmony-table tbody tr:not(.harmony-baseline)")
+    first, swapped = plans.first, plans.locator("td:nth-child(9)").all_inner_texts()
+    sizes = [float(text.split()[0]) * 2.0 ** (10 * "KMG".index(text.split()[1][0])) for text in swapped]
     assert sizes == sorted(sizes, reverse=True)
     rank = first.locator("td").nth(1).inner_text()
     first.click()
     shown.lab.locator(f"text=against candidate {rank}").wait_for()
     shown.lab.get_by_role("button", name="rank").click()
+    shown.back()
+
+
+def test_a_plan_is_picked_in_the_scatter(shown):
+    shown.open_tab("Candidates")
+    plot = shown.lab.locator(".js-plotly-plot", has=shown.page.locator("text=lower left is better")).first
+    plot.locator(".scatterlayer .point").first.wait_for()
+    rank, x, y = plot.evaluate(
+        """plot => {
+            const trace = plot._fullData.find(each => each.customdata), { _offset: left } = plot._fullLayout.xaxis;
+            const box = plot.getBoundingClientRect(), { xaxis, yaxis } = plot._fullLayout, last = trace.x.length - 1;
+            const [x, y] = [xaxis.l2p(trace.x[last]) + left, yaxis.l2p(trace.y[last]) + yaxis._offset];
+            return [trace.customdata[last], box.left + x, box.top + y];
+        }"""
+    )
+    shown.page.mouse.move(x, y)
+    shown.page.mouse.click(x, y)
+    shown.lab.locator(f"text=against candidate {rank}").wait_for()
     shown.back()
 
 
@@ -415,7 +444,7 @@ def test_a_narrow_page_shows_everything(shown, width):
     )
     assert shown.lab.locator(".js-plotly-plot").first.evaluate(CUT_TITLES) == []
     shown.shoot(f"narrow_{width}")
-    shown.page.set_viewport_size({"width": 1200, "height": 2100})
+    shown.page.set_viewport_size({"width": 1200, "height": 2400})
 
 
 def test_a_saved_notebook_shows_the_last_state_without_its_kernel(shown):

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 import harmony_lab as hl
+from harmony_lab.figures.comparison import change
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.notebook.dashboard import Dashboard
+from harmony_lab.notebook.sides import Sides
 from harmony_lab.notebook.what_if import WhatIf, host_rate, varied
+from harmony_lab.profiler.links import LinkProbe, LinkRate
+from harmony_lab.units import format_rate, format_seconds
 
 PATIENCE_S = 60
 
@@ -73,6 +77,36 @@ def test_the_plan_at_hand_is_compared_as_it_changes(dashboard):
     dashboard.knobs.controls["backward_microbatch_size"].value = 1
     assert dashboard.settle(PATIENCE_S)
     assert dashboard.compare.table.value != before
+
+
+def test_minibatches_that_differ_are_compared_per_sample(dashboard):
+    lab = dashboard.lab
+    before = lab.predicted
+    dashboard.knobs.controls["minibatch_size"].value = 4
+    assert dashboard.settle(PATIENCE_S)
+    words, _ = change(lab.predicted.makespan_s / 4, before.makespan_s / 8)
+    assert f"{words} per sample" in dashboard.figures.value
+    look_at(dashboard, "Compare")
+    dashboard.compare.a.value, dashboard.compare.b.value = "0", "zero-infinity order"
+    assert dashboard.settle(PATIENCE_S)
+    table = dashboard.compare.table.value
+    assert "<td>8 samples</td><td>4 samples</td>" in table
+    assert f"step, per sample</th><td>{format_seconds(before.makespan_s / 8)}</td>" in table
+    dashboard.machine.memory.field.value = "1MiB"
+    answered(dashboard)
+    assert dashboard.machine.best.preview.plan.minibatch_size == 4
+
+
+def test_candidates_are_simulated_once_per_search(lab):
+    lab.prepare()
+    sides = Sides(lab, 2, lambda: None)
+    names, traces = sides.candidate_traces()
+    assert names == ["candidate 0", "candidate 1"]
+    lab.choose(lab.plan.with_(prefetch=1 - min(1, lab.plan.prefetch)))
+    assert all(a is b for a, b in zip(traces, sides.candidate_traces()[1], strict=True))
+    assert sides.side("1").trace is traces[1]
+    lab.search()
+    assert sides.side("1").trace is not traces[1]
 
 
 def test_another_machine_gets_a_plan_of_its_own_and_the_lab_keeps_its_machine(dashboard):
@@ -153,6 +187,18 @@ def test_of_many_questions_the_last_is_answered(dashboard, monkeypatch):
     answered(dashboard)
     assert searched == [3, 6]  # the first was broken off
     assert panel.best.preview.trace.machine.num_devices == 6
+
+
+def test_links_are_measured_on_request_and_told(dashboard, monkeypatch):
+    machine = dashboard.lab.machine
+    rate = LinkRate(source=HOST, destination=1, at_once=1, pinned=None, bytes_per_s=5e9, verified=True)
+    found = LinkProbe(machine=machine, rates=(rate,))
+    monkeypatch.setattr("harmony_lab.profiler.links.probe_links", lambda asked: found if asked == machine else None)
+    dashboard.machine.measure.click()
+    answered(dashboard)
+    assert "host → emu1" in dashboard.machine.measured.value
+    assert format_rate(5e9) in dashboard.machine.measured.value
+    assert not dashboard.machine.measure.disabled
 
 
 def test_varied_machines_keep_what_was_not_asked_for():

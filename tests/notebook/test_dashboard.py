@@ -1,6 +1,7 @@
 """Dashboard: what happens between Lab, controls and pictures, without a front end."""
 
 import gc
+import re
 import threading
 import weakref
 import zlib
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 import harmony_lab as hl
-from harmony_lab.notebook.candidates import NONE_CHOSEN
 from harmony_lab.notebook.dashboard import Dashboard
 from harmony_lab.notebook.plot import Plot, _carried
 from harmony_lab.notebook.requests import Requests
+from harmony_lab.planner.baselines import BASELINES, baselines
+from harmony_lab.units import format_bytes, format_seconds
 
 PATIENCE_S = 60
 
@@ -49,7 +51,9 @@ def test_a_fresh_lab_is_profiled_and_searched_when_shown_then_filled_in(lab):
     assert dashboard.knobs.text.disabled
     dashboard.start()
     assert dashboard.settle(PATIENCE_S)
-    assert len(dashboard.table.rows) == min(10, len(lab.result.candidates))
+    assert len(dashboard.table.rows) == dashboard.table.num_choices == len(lab.result.candidates)
+    peak = f"emu1 {format_bytes(lab.result.candidates[0].peak_bytes[1])}"
+    assert peak in dashboard.table.titles[0]
     assert dashboard.table.selected == 0
     assert lab.result.explain() in dashboard.header.value
     assert dashboard.knobs.text.value == str(lab.plan)
@@ -65,6 +69,30 @@ def test_what_cannot_fit_is_said_in_the_panel(lab):
     assert dashboard.settle(PATIENCE_S)
     assert "layer 0 does not fit into emu0" in dashboard.trouble.value
     assert dashboard.progress.layout.display == "none"
+    assert dashboard.pictures.open == "What if"
+    assert dashboard.pictures.view.layout.display == "flex"
+    assert not dashboard.layers.again.disabled
+    dashboard.machine.preset.value = "2x4090"
+    assert dashboard.machine.settle(PATIENCE_S)
+    assert "What binds is" in dashboard.machine.best_plan.value
+    lab.machine = lab.machine.with_(memory="100KiB")
+    dashboard.layers.again.click()
+    assert dashboard.trouble.value == ""
+    assert dashboard.settle(PATIENCE_S)
+    assert dashboard.knobs.text.value == str(lab.plan)
+
+
+def test_where_layers_were_profiled_and_nothing_fits_the_page_tells_how_much_memory_suffices(lab):
+    lab.measure()
+    lab.machine = lab.machine.with_(memory="20KiB")
+    dashboard = Dashboard(lab, namespace=dict)
+    dashboard.start()
+    assert dashboard.settle(PATIENCE_S)
+    assert dashboard.machine.settle(PATIENCE_S)
+    size = re.search(r"With (.*?) per device there is a plan", dashboard.machine.status.value)[1]
+    assert hl.search(lab.profile, lab.machine.with_(memory=size), 8).candidates
+    look_at(dashboard, "Layers")
+    assert dashboard.layers.plot.figure["data"]
 
 
 def test_a_knob_changes_the_plan_the_figures_and_the_deltas(dashboard):
@@ -115,7 +143,7 @@ def test_choosing_in_a_cell_moves_the_controls_without_an_echo(dashboard, monkey
     assert calls == [rank]
     plan = result.candidates[rank].plan
     assert dashboard.knobs.controls["num_backward_packs"].value == len(plan.backward_packs)
-    assert dashboard.table.selected == (rank if rank < len(dashboard.table.rows) else NONE_CHOSEN)
+    assert dashboard.table.selected == rank
 
 
 def test_a_row_of_the_table_is_chosen_and_becomes_the_reference(dashboard):
@@ -123,6 +151,28 @@ def test_a_row_of_the_table_is_chosen_and_becomes_the_reference(dashboard):
     assert dashboard.settle(PATIENCE_S)
     assert dashboard.lab.plan == dashboard.lab.result.candidates[1].plan
     assert "against candidate 1" in dashboard.figures.value
+
+
+def test_a_candidate_is_picked_in_the_scatter(dashboard):
+    look_at(dashboard, "Candidates")
+    rank = len(dashboard.lab.result.candidates) - 1
+    dashboard.pictures.candidates._handle_custom_msg({"picked": rank}, [])  # as the page does
+    assert dashboard.settle(PATIENCE_S)
+    assert dashboard.lab.plan == dashboard.lab.result.candidates[rank].plan
+    assert dashboard.table.selected == rank
+
+
+def test_baselines_stand_below_the_plans_and_cannot_be_chosen(dashboard):
+    assert dashboard.settle_effects(PATIENCE_S)
+    table, count = dashboard.table, len(dashboard.lab.result.candidates)
+    assert table.num_choices == count
+    rows = {row[1]: (row, title) for row, title in zip(table.rows[count:], table.titles[count:], strict=True)}
+    assert set(rows) == set(BASELINES)
+    found = baselines(dashboard.lab.profile, dashboard.lab.machine, dashboard.lab.minibatch_size)
+    for one in found:
+        row, title = rows[one.name]
+        assert row[4] == ("–" if one.step_s is None else format_seconds(one.step_s))
+        assert (one.reason or str(one)) in title
 
 
 def test_a_plan_that_does_not_fit_is_drawn_with_what_it_exceeds_and_not_launched(dashboard):
@@ -176,6 +226,7 @@ def test_launch_trains_with_the_plan_shown_and_stop_stops(dashboard, batches):
     assert dashboard.settle(PATIENCE_S)
     run = dashboard.lab.run
     assert run.active
+    assert dashboard.layers.again.disabled
     assert run.plan == dashboard.lab.plan
     stepped = threading.Event()
     run.subscribe(lambda event: stepped.set() if event == "step" else None)
@@ -191,6 +242,7 @@ def test_launch_trains_with_the_plan_shown_and_stop_stops(dashboard, batches):
     assert "stopped" in panel.headline.value
     assert panel.curve.figure["data"][0]["y"]
     assert not dashboard.launcher.launch.disabled
+    assert not dashboard.layers.again.disabled
     assert not dashboard.pictures.measured.figure
     look_at(dashboard, "Measured")
     assert dashboard.pictures.measured.figure["data"]
@@ -285,6 +337,7 @@ def test_measuring_again_makes_a_new_profile_and_a_new_ranking(dashboard):
     before, result = dashboard.lab.profile, dashboard.lab.result
     look_at(dashboard, "Layers")
     assert str(before.device) in dashboard.layers.source.value
+    assert f"0 {format_bytes(before.layers[0].parameter_bytes)} (20%)" in dashboard.layers.source.value
     dashboard.layers.again.click()
     assert dashboard.settle(PATIENCE_S)
     assert dashboard.lab.profile is not before

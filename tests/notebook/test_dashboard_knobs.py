@@ -86,6 +86,35 @@ def test_undo_goes_back_step_by_step_also_to_another_candidate(dashboard):
     assert dashboard.knobs.undo.disabled
 
 
+def test_a_refused_knob_leaves_the_others_alone_and_undo_takes_it_back_first(dashboard):
+    first, order = dashboard.lab.plan, dashboard.knobs.controls["devices"]
+    dashboard.knobs.controls["prefetch"].value = 1 - min(1, first.prefetch)
+    second = settled(dashboard)
+    order.value = "0, 5"
+    assert settled(dashboard) == second
+    assert "harmony-error" in dashboard.knobs.message.value
+    dashboard.knobs.undo.click()
+    assert settled(dashboard) == second
+    assert (order.value, dashboard.knobs.message.value) == ("0, 1", "")
+    order.value = "0, 5"
+    settled(dashboard)
+    dashboard.knobs.controls["backward_microbatch_size"].value = 1
+    third = settled(dashboard)
+    assert (third.backward_microbatch_size, third.devices) == (1, second.devices)
+    assert order.value == "0, 1"
+    for plan in (second, first):
+        dashboard.knobs.undo.click()
+        assert settled(dashboard) == plan
+
+
+def test_a_refused_plan_is_not_what_knobs_are_turned_from(dashboard):
+    before = dashboard.lab.plan
+    dashboard.knobs.text.value = "dp minibatch=8 forward=4[] backward=4[0:99] devices=0"
+    assert settled(dashboard) == before
+    dashboard.knobs.controls["backward_microbatch_size"].value = 1
+    assert settled(dashboard) == before.with_(backward_microbatch_size=1)
+
+
 def test_minibatch_and_order_of_devices_are_knobs(dashboard):
     dashboard.knobs.controls["devices"].value = "1, 0"
     assert settled(dashboard).devices == (1, 0)

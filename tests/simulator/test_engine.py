@@ -1,5 +1,6 @@
 """Whole iterations against closed forms."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -135,3 +136,24 @@ def test_a_program_without_ops_takes_no_time() -> None:
     assert trace.peak_bytes == (0,)
     only_free = replace(empty, ops=(Op(OpKind.FREE, 0, Stream.MEMORY, (0, 1), (0, 0)),))
     assert run(only_free, toys.profile(4), machine).makespan_s == 0.0
+
+
+def test_a_trace_opens_in_perfetto_with_every_op_on_its_devices_stream() -> None:
+    profile, machine = toys.profile(4), toys.gpus(1, memory_bytes=10_000_000, link=LINK)
+    trace = run(lower(ONE_PACK, profile, machine), profile, machine)
+    written = json.loads(json.dumps(trace.to_chrome()))
+    events = written["traceEvents"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [event["args"]["op"] for event in spans] == [
+        number for number, op, _, _ in trace.spans() if op.kind is not OpKind.FREE
+    ]
+    for event in spans:
+        op = trace.program.ops[event["args"]["op"]]
+        assert names[event["pid"], event["tid"]] == op.stream
+        assert event["pid"] == op.device + 1
+    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(trace.makespan_s * 1e6)
+    moved = sum(event["args"]["moved_bytes"] for event in spans)
+    assert moved == sum(
+        transfer.num_bytes for n in range(len(trace.program.ops)) for transfer in trace.program.transfers(n)
+    )

@@ -8,7 +8,11 @@ function meetingPoint() {
 const library = (globalThis[Symbol.for("harmony_lab.plotly")] ??= meetingPoint());
 
 const ALARM = ["#D6273B", "#FF7B84"]; // text in red on a light page, and one as readable on a dark page
-const CONFIG = { displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "toImage"] };
+const CONFIG = {
+  displaylogo: false,
+  modeBarButtonsToRemove: ["lasso2d", "select2d", "toImage"],
+  showSendToCloud: false, // plotly's own default uploads the figure
+};
 
 function ofTheme(name, fallback) {
   return getComputedStyle(document.body).getPropertyValue(name).trim() || fallback;
@@ -84,6 +88,12 @@ async function render({ model, el }) {
     const font = { ...layout.font, color: ofTheme("--jp-ui-font-color1", layout.font?.color) };
     plot.setAttribute("aria-label", (layout.title?.text || "figure").replace(/<[^>]*>/g, " "));
     await plotly.react(plot, data, { ...fitted(layout, width), font, width }, CONFIG);
+    if (!model.get("picks")) return;
+    plot.removeAllListeners("plotly_click"); // there is one more after each drawing otherwise
+    plot.on("plotly_click", ({ points }) => {
+      const picked = points.find((point) => Number.isInteger(point.customdata));
+      if (picked) model.send({ picked: picked.customdata });
+    });
   };
   let painted = Promise.resolve();
   const draw = () => {

@@ -19,13 +19,21 @@ function render({ model, el }) {
 
   const row = (texts, index) => {
     const line = document.createElement("tr");
+    line.dataset.index = index;
+    line.title = model.get("titles")[index] ?? "";
+    line.append(document.createElement("td"), ...texts.map((text) => cell("td", text)));
+    if (index >= model.get("num_choices")) {
+      line.classList.add("harmony-baseline");
+      line.cells[2].colSpan = 3; // its name, where plans have mode and packs
+      line.cells[4].remove();
+      line.cells[3].remove();
+      return line;
+    }
     const radio = Object.assign(document.createElement("input"), { type: "radio", name: group });
     radio.setAttribute("aria-label", texts.join(", "));
     radio.dataset.lmSuppressShortcuts = "true"; // or JupyterLab takes the arrow keys to move among cells
     radio.addEventListener("change", () => choose(index));
     line.addEventListener("click", () => choose(index));
-    line.dataset.index = index;
-    line.append(document.createElement("td"), ...texts.map((text) => cell("td", text)));
     line.firstChild.append(radio);
     return line;
   };
@@ -34,7 +42,8 @@ function render({ model, el }) {
     el.querySelectorAll("tbody tr").forEach((line) => {
       const chosen = Number(line.dataset.index) === model.get("selected");
       line.classList.toggle("harmony-chosen", chosen);
-      line.querySelector("input").checked = chosen;
+      const radio = line.querySelector("input");
+      if (radio) radio.checked = chosen;
     });
   };
 
@@ -61,19 +70,32 @@ function render({ model, el }) {
     const values = model.get("values");
     if (sorted) {
       const key = (line) => values[Number(line.dataset.index)][sorted.column];
-      rows.sort((a, b) => sorted.sign * (key(a) - key(b)));
+      const last = (line) => key(line) === null; // whichever way
+      rows.sort((a, b) => last(a) - last(b) || sorted.sign * (key(a) - key(b)));
     }
     table.createTBody().append(...rows);
+    const top = el.scrollTop;
     el.replaceChildren(table);
+    el.scrollTop = top;
     mark();
   };
 
   model.on("change:rows", draw);
-  model.on("change:selected", mark);
+  const reveal = () => {
+    mark();
+    const line = el.querySelector(".harmony-chosen");
+    if (!line) return;
+    const head = el.querySelector("thead").offsetHeight;
+    const below = line.offsetTop + line.offsetHeight - (el.scrollTop + el.clientHeight);
+    const above = el.scrollTop + head - line.offsetTop;
+    if (below > 0) el.scrollTop += below;
+    else if (above > 0) el.scrollTop -= above;
+  };
+  model.on("change:selected", reveal);
   draw();
   return () => {
     model.off("change:rows", draw);
-    model.off("change:selected", mark);
+    model.off("change:selected", reveal);
   };
 }
 
