@@ -9,10 +9,10 @@ from harmony_lab.costs import Profile
 from harmony_lab.errors import HostMemoryError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import HOST, Backend, Machine
+from harmony_lab.places import place, waiting_bytes
 from harmony_lab.planner.check import peak_bytes
-from harmony_lab.planner.limits import busiest_on_host, state_on_devices
+from harmony_lab.planner.limits import state_on_devices
 from harmony_lab.program import OpKind, Program, TensorKind
-from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,10 +27,11 @@ class Forecast:
 
     ``device_peak_bytes``, ``device_budget_bytes``: per device; peaks are bounds for any timing.  On the host:
     ``weight_bytes`` of parameters and of the copies that devices get in another type, ``optimizer_state_bytes``,
-    ``gradient_bytes`` and ``stash_bytes`` at the moment of the simulated iteration at which they take most together,
-    ``accumulated_bytes`` of gradients that wait for other minibatches, ``update_bytes`` of the optimizer's temporaries,
-    ``emulated_bytes`` of what emulated devices are made of.  ``pinned_bytes`` of all that are page-locked.
-    ``present_bytes`` are taken by the model and its optimizer now; ``available_bytes`` can be had beside them.
+    ``gradient_bytes`` of the memory that gradients come to lie in and ``stash_bytes`` of what only activations do,
+    allocated once and held (``places``), ``accumulated_bytes`` of gradients that wait for other minibatches,
+    ``update_bytes`` of the optimizer's temporaries, ``emulated_bytes`` of what emulated devices are made of.
+    ``pinned_bytes`` of all that are page-locked.  ``present_bytes`` are taken by the model and its optimizer now;
+    ``available_bytes`` can be had beside them.
 
     Not counted is what the C library keeps of freed memory for later: with emulated devices, whose memory is the
     host's, glibc may keep tens of MiB for each of a device's threads, unless the environment has
@@ -124,7 +125,7 @@ class Forecast:
 
 
 def forecast(
-    predicted: Trace,
+    program: Program,
     layers: LayerSequence,
     optimizer: "Optimizer",
     profile: Profile,
@@ -132,26 +133,26 @@ def forecast(
     *,
     accumulate: int = 1,
 ) -> Forecast:
-    """What training takes whose iterations are ``predicted``.  ``accumulate``: minibatches per update."""
+    """What training takes whose iterations are that program of the layers.  ``accumulate``: minibatches per update."""
     from harmony_lab.runtime.host_memory import available_bytes
 
-    gradients, stash = busiest_on_host(predicted)
+    places = place(program, layers)
+    gradients, stash = waiting_bytes(program, places)
     held = _state_bytes(layers, optimizer)
     state = max(held, profile.optimizer_state_bytes or measured_state_bytes(layers, optimizer))
-    on_host = max(0, state - state_on_devices(predicted.program))
-    peaks = peak_bytes(predicted.program)
+    on_host = max(0, state - state_on_devices(program))
     pinned = [device.backend is not Backend.EMULATED for device in machine.devices]
-    emulated = [peak for peak, real in zip(peaks, pinned, strict=True) if not real]
+    emulated = [places.device_bytes(number) for number, real in enumerate(pinned) if not real]
     moving = profile.weight_bytes(0, len(layers))
     return Forecast(
-        device_peak_bytes=peaks,
+        device_peak_bytes=peak_bytes(program),
         device_budget_bytes=machine.budgets,
         weight_bytes=profile.host_weight_bytes,
         optimizer_state_bytes=on_host,
         gradient_bytes=gradients,
         stash_bytes=stash,
         accumulated_bytes=layers.trainable_bytes if accumulate > 1 else 0,
-        update_bytes=_update_bytes(predicted.program, layers, optimizer),
+        update_bytes=_update_bytes(program, layers, optimizer),
         emulated_bytes=sum(emulated),
         pinned_bytes=moving + gradients + stash if any(pinned) else 0,
         present_bytes=layers.parameter_bytes + held,

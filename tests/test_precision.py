@@ -284,7 +284,7 @@ def test_a_pack_waits_for_its_own_shadows_only() -> None:
         assert not arrived.wait(0.05)
         gate.set()
         waiting.join()
-    copies = layout.views(shadows.memory)
+    copies = layout.views(shadows.arena.memory)
     assert all(torch.equal(copies[name].float(), tensor) for name, tensor in masters.items())
     shadows.close()
 

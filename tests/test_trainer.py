@@ -365,6 +365,13 @@ def test_no_minibatch_at_all_is_refused(gpt2: Case) -> None:
 # -- clipping -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("fused", "suggested"), [(None, True), (False, True), (True, False)])
+def test_a_fused_step_is_suggested_where_there_is_one(case: Case, fused: bool | None, suggested: bool) -> None:
+    optimizer = torch.optim.AdamW(case.model.parameters(), fused=fused)
+    with case.trainer("one device", optimizer) as trainer:
+        assert any("fused=True" in note for note in trainer.notes) is suggested
+
+
 @pytest.mark.parametrize(
     ("plan", "chaos_seed"), [("one device", None), ("dp", None), ("dp", 5), ("pp", None), ("pp", 5)]
 )

@@ -70,6 +70,7 @@ __all__ = [
     "UNIT_LAST",
     "UNIT_SIZE",
     "UNIT_TASK",
+    "UPDATED",
     "UPDATES_BUFFERS",
     "UPDATES_HERE",
     "UPDATE_WORKSPACE",
@@ -96,6 +97,7 @@ NUM_SIZES, MOST_UNITS, PREFETCH, PEERS, JUST_IN_TIME, NUM_ON_HOST = 0, 1, 2, 3, 
 STAGE_START, STAGE_STOP, IS_BACKWARD, IS_FUSED, WEIGHT_BYTES, BUFFER_BYTES, GRADIENT_BYTES = 0, 1, 2, 3, 4, 5, 6
 UPDATES_BUFFERS, TASK_END, KEEPS_END, TWIN, IS_KEPT, USERS_END = 7, 8, 9, 10, 11, 12
 UPDATES_HERE, OPTIMIZER_BYTES, UPDATE_WORKSPACE, NUM_COMPLETE, HOST_ORDER, STATE_OPTIMIZER = 13, 14, 15, 16, 17, 18
+UPDATED = 19
 TASK_STAGE, TASK_DEVICE, UNIT_END, NEXT_TASK, NO_PREFETCH = 0, 1, 2, 3, 4  # of tasks
 FETCHED, STATE_WEIGHT, STATE_BUFFER, STATE_GRADIENT, LAST_BACKWARD = 5, 6, 7, 8, 9
 UNIT_TASK, UNIT_FIRST, UNIT_LAST, UNIT_SIZE = 0, 1, 2, 3  # of units
@@ -112,7 +114,7 @@ COMPUTED, COMPUTED_BEFORE, OUT, OUT_BEFORE, GRADIENT_OUT, GRADIENT_OUT_BEFORE = 
     5,
 )  # of devices: newest ops
 REDUCED, CURRENT, BUFFERS_OUT = 6, 7, 8
-NUM_COLUMNS = {"stages": 19, "tasks": 10, "units": 11, "cells": 5, "values": 2, "boundaries": 4, "devices": 9}
+NUM_COLUMNS = {"stages": 20, "tasks": 10, "units": 11, "cells": 5, "values": 2, "boundaries": 4, "devices": 9}
 
 
 class Chain(NamedTuple):
@@ -124,9 +126,10 @@ class Chain(NamedTuple):
     Of stages: ``KEEPS_END`` and ``USERS_END`` cut ``keeps`` (boundaries whose values a forward stage keeps) and
     ``users`` (stages whose update needs a stage's gradients).  ``TWIN``: of a backward stage, the forward stage of the
     same pack whose weights stay, and the other way round.  ``IS_KEPT``: its forward keeps what backward needs.
-    ``UPDATES_HERE``: of a backward stage, a device updates its weights, with an optimizer's state that stays there.  Of
-    boundaries: whether the host (``IS_STASHED``) or the device (``ON_DEVICE``) keeps its values for backward, the
-    forward stage that computes them, the backward stage that starts there.
+    ``UPDATES_HERE``: of a backward stage, a device updates its weights, with an optimizer's state that stays there.
+    ``UPDATED``: the host's op that does.  Of boundaries: whether the host (``IS_STASHED``) or the device
+    (``ON_DEVICE``) keeps its values for backward, the forward stage that computes them, the backward stage that starts
+    there.
     """
 
     options: Ints
@@ -148,6 +151,7 @@ def reset(k: Chain) -> None:
     """Nothing lowered yet."""
     k.options[NUM_ON_HOST] = 0
     k.stages[:, NUM_COMPLETE:] = 0
+    k.stages[:, UPDATED] = NONE
     k.tasks[:, FETCHED] = 0
     k.tasks[:, FETCHED + 1 :] = NONE
     k.units[:, OFFERED:] = NONE

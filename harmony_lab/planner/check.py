@@ -12,7 +12,7 @@ import numpy as np
 from harmony_lab.compiled import Bool, Int, Ints, compiled
 from harmony_lab.errors import ProgramError
 from harmony_lab.machine import HOST
-from harmony_lab.planner.order import Order, Uses, all_uses, op_name, pairs
+from harmony_lab.order import Order, Uses, alive_bytes, all_uses, most_alive_bytes, op_name, pairs
 from harmony_lab.planner.stores import store_violations
 from harmony_lab.program import OP_CODES, TENSOR_CODES, BlockColumns, OpColumns, OpKind, Program, TensorKind
 from harmony_lab.units import format_bytes
@@ -40,9 +40,7 @@ def check(program: Program) -> None:
 
 def peak_bytes(program: Program) -> tuple[int, ...]:
     """Per device, the most that can be alive at once under any timing."""
-    order = Order(program)
-    alive = zip(_alive_bytes(program, order), _resident_bytes(program).tolist(), strict=True)
-    return tuple(int(of_ops.max(initial=resident)) for of_ops, resident in alive)
+    return most_alive_bytes(program, Order(program))
 
 
 def _edges(program: Program) -> Iterator[str]:
@@ -265,40 +263,8 @@ def _updates(program: Program, order: Order) -> Iterator[str]:
         yield f"{late} may change weights that {early} still reads"
 
 
-def _resident_bytes(program: Program) -> Ints:
-    """Per device."""
-    blocks, resident = program.block_columns, np.array(program.resident, dtype=np.int64)
-    num_bytes = np.zeros(program.num_devices, dtype=np.int64)
-    np.add.at(num_bytes, blocks.device[resident], blocks.num_bytes[resident])
-    return num_bytes
-
-
-def _alive_bytes(program: Program, order: Order) -> list[Ints]:
-    """Per device and op: the most that can be alive when that op runs, see ``program``; 0 for ops that allocate nothing
-    there."""
-    blocks = program.block_columns
-    count = len(program.op_columns.kind)
-    allocated = np.zeros((program.num_devices, count), dtype=np.int64)
-    freed = np.zeros((program.num_devices, count), dtype=np.int64)
-    writes, _, frees = all_uses(program)
-    for uses, totals in ((writes, allocated), (frees, freed)):
-        mine = blocks.device[uses.block] != HOST
-        block = uses.block[mine]
-        np.add.at(totals, (blocks.device[block], uses.op[mine]), blocks.num_bytes[block])
-    known_free = np.zeros_like(freed)
-    for column in range(order.clocks.shape[1]):
-        members = np.flatnonzero(order.stream_of == column)
-        before = np.zeros((program.num_devices, len(members) + 1), dtype=np.int64)
-        np.cumsum(freed[:, members], axis=1, out=before[:, 1:])
-        if before.any():
-            clock = order.clocks[:, column] - (order.stream_of == column)  # what precedes the start, not the end
-            known_free += before[:, clock]
-    alive = np.cumsum(allocated, axis=1) - known_free + _resident_bytes(program)[:, None]
-    return list(np.where(allocated > 0, alive, 0))
-
-
 def _budgets(program: Program, order: Order) -> Iterator[str]:
-    for device, (alive, budget) in enumerate(zip(_alive_bytes(program, order), program.budgets, strict=True)):
+    for device, (alive, budget) in enumerate(zip(alive_bytes(program, order), program.budgets, strict=True)):
         over = np.flatnonzero(alive > budget)
         if over.size:
             worst = int(over[np.argmax(alive[over])])

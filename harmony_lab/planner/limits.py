@@ -9,20 +9,17 @@ import numpy as np
 
 from harmony_lab.costs import Profile
 from harmony_lab.machine import HOST, Backend, Machine
+from harmony_lab.places import place, waiting_bytes
 from harmony_lab.plan import Plan
-from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.lower import lower
 from harmony_lab.planner.pack import PackCosts
 from harmony_lab.program import TENSOR_CODES, Program, TensorKind
-from harmony_lab.simulator.engine import run
-from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes
 
 __all__ = [
     "HostMemory",
     "Limits",
     "MicrobatchLimit",
-    "busiest_on_host",
     "host_memory",
     "host_problem",
     "limits",
@@ -39,10 +36,10 @@ class HostMemory:
     """Bytes of the host's memory that training under a plan takes at most.
 
     ``optimizer_state_bytes``: of the state that is not on devices (``Plan.device_updates``), which comes back when
-    training ends.  ``gradient_bytes`` and ``stash_bytes`` (activations and all else that waits on the host) at the
-    moment of the simulated iteration at which they take most together.  ``emulated_bytes``: what emulated devices are
-    made of.  ``pinned_bytes`` of all that are page-locked.  ``available_bytes``: the machine's.  Before training begins
-    ``forecast`` tells more: it knows the optimizer, and what is in memory already.
+    training ends.  ``gradient_bytes`` of the memory that gradients come to lie in, ``stash_bytes`` of what only
+    activations and all else that waits on the host do: allocated once and held (``places``).  ``emulated_bytes``: what
+    emulated devices are made of.  ``pinned_bytes`` of all that are page-locked.  ``available_bytes``: the machine's.
+    Before training begins ``forecast`` tells more: it knows the optimizer, and what is in memory already.
     """
 
     weight_bytes: int
@@ -85,20 +82,20 @@ class HostMemory:
         return f"<p>{escape(str(self))}</p>"
 
 
-def host_memory(trace: Trace, profile: Profile) -> HostMemory:
-    """What training takes whose iterations are as predicted."""
-    gradients, stash = busiest_on_host(trace)
+def host_memory(program: Program, profile: Profile, machine: Machine) -> HostMemory:
+    """What training takes whose iterations are that program."""
+    places = place(program, profile)
+    gradients, stash = waiting_bytes(program, places)
     moving = profile.weight_bytes(0, len(profile))
-    is_real = [device.backend is not Backend.EMULATED for device in trace.machine.devices]
-    peaks = zip(peak_bytes(trace.program), is_real, strict=True)
+    is_real = [device.backend is not Backend.EMULATED for device in machine.devices]
     return HostMemory(
         weight_bytes=profile.host_weight_bytes,
-        optimizer_state_bytes=profile.optimizer_state_bytes - state_on_devices(trace.program),
+        optimizer_state_bytes=profile.optimizer_state_bytes - state_on_devices(program),
         gradient_bytes=gradients,
         stash_bytes=stash,
-        emulated_bytes=sum(peak for peak, real in peaks if not real),
+        emulated_bytes=sum(places.device_bytes(device) for device, real in enumerate(is_real) if not real),
         pinned_bytes=moving + gradients + stash if any(is_real) else 0,
-        available_bytes=trace.machine.host.memory_bytes,
+        available_bytes=machine.host.memory_bytes,
     )
 
 
@@ -127,8 +124,8 @@ def state_problem(profile: Profile, machine: Machine) -> str:
 def host_problem(plan: Plan, profile: Profile, machine: Machine, *, program: Program | None = None) -> str:
     """Why the host's memory does not suffice for training under that plan; empty where it does.
 
-    ``program``: the plan's, where it is at hand.  Simulates only where the sum of all that ever waits on the host is
-    too much.
+    ``program``: the plan's, where it is at hand.  Looks at what shares memory only where the sum of all that ever waits
+    on the host is too much.
     """
     made = lower(plan, profile, machine) if program is None else program
     emulated = [device.memory_bytes for device in machine.devices if device.backend is Backend.EMULATED]
@@ -137,26 +134,8 @@ def host_problem(plan: Plan, profile: Profile, machine: Machine, *, program: Pro
     waiting = int(blocks.num_bytes[blocks.device == HOST].sum())
     if state + waiting + sum(emulated) <= machine.host.memory_bytes:
         return ""
-    needed = host_memory(run(made, profile, machine), profile)
+    needed = host_memory(made, profile, machine)
     return "" if needed.fits else f"training takes {needed}"
-
-
-def busiest_on_host(trace: Trace) -> tuple[int, int]:
-    """(bytes of gradients, of anything else) in host blocks at the moment with most of both."""
-    ops, blocks = trace.program.op_columns, trace.program.block_columns
-    writer = np.repeat(np.arange(len(ops.kind)), np.diff(ops.writes_end, prepend=0))
-    freer = np.repeat(np.arange(len(ops.kind)), np.diff(ops.frees_end, prepend=0))
-    block = np.concatenate([ops.writes, ops.frees])
-    time_s = np.concatenate([trace.start_s[writer], trace.end_s[freer]])
-    change = np.concatenate([blocks.num_bytes[ops.writes], -blocks.num_bytes[ops.frees]])
-    order = np.lexsort((change < 0, time_s))  # at one moment, what comes before what goes
-    order = order[blocks.device[block[order]] == HOST]
-    is_gradient = blocks.kind[block[order]] == TENSOR_CODES[TensorKind.GRADIENT]
-    gradients, others = (np.cumsum(np.where(of_kind, change[order], 0)) for of_kind in (is_gradient, ~is_gradient))
-    if not order.size:
-        return 0, 0
-    most = int(np.argmax(gradients + others))
-    return int(gradients[most]), int(others[most])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +211,7 @@ def limits(profile: Profile, machine: Machine, plan: Plan | None = None) -> Limi
     """What the machine can take of models like this one; with a ``plan``, its use of the host's memory too."""
     costs, budget = PackCosts(profile), min(machine.budgets)
     backward = _largest_microbatch(costs, budget, forward=False)
-    host = None if plan is None else host_memory(run(lower(plan, profile, machine), profile, machine), profile)
+    host = None if plan is None else host_memory(lower(plan, profile, machine), profile, machine)
     model_bytes = profile.state_bytes + (0 if host is None else host.stash_bytes)
     beside = sum(device.memory_bytes for device in machine.devices if device.backend is Backend.EMULATED)
     free = max(0, machine.host.memory_bytes - beside)

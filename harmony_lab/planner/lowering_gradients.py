@@ -12,6 +12,7 @@ from harmony_lab.planner.chain_tables import (
     NUM_COMPLETE,
     NUM_ON_HOST,
     PEERS,
+    PREFETCH,
     REDUCED,
     STAGE_START,
     STAGE_STOP,
@@ -22,6 +23,7 @@ from harmony_lab.planner.chain_tables import (
     TASK_END,
     TASK_STAGE,
     UPDATE_WORKSPACE,
+    UPDATED,
     UPDATES_HERE,
     USERS_END,
     Chain,
@@ -57,6 +59,8 @@ from harmony_lab.planner.emit import (
 )
 
 __all__ = ["complete", "update"]
+
+_LEAD = 2  # packs of each device whose gradients may be on the host, or on the way there, at once
 
 
 @compiled
@@ -137,6 +141,7 @@ def _gradients_out(c: Construction, k: Chain, task: Int, after_first: Int, after
     start, stop = k.stages[stage, STAGE_START], k.stages[stage, STAGE_STOP]
     for op in range(after_first, after_last + 1):
         wait(c, op)
+    _wait_for_room(c, k, stage)
     read(c, k.tasks[task, STATE_GRADIENT])
     host = write(c, GRADIENT, HOST_DEVICE, start, stop, ZERO, ZERO, k.stages[stage, GRADIENT_BYTES])
     free(c, k.tasks[task, STATE_GRADIENT])
@@ -148,6 +153,28 @@ def _gradients_out(c: Construction, k: Chain, task: Int, after_first: Int, after
     while k.host_gradients[stage, position] >= 0:
         position += 1
     k.host_gradients[stage, position] = host
+
+
+@compiled
+def _wait_for_room(c: Construction, k: Chain, stage: Int) -> None:
+    """Until the pack a few before has been updated, so that gradients take turns in the host's memory (``places``):
+    else a host that is late with its updates would need room for all.
+
+    Not without prefetch, where a device waits for what it sends; nor for gradients that other packs' updates need too.
+    """
+    if not k.options[PREFETCH] or not k.options[JUST_IN_TIME]:
+        return
+    position = k.options[NUM_ON_HOST]
+    for i in range(k.options[NUM_ON_HOST]):
+        if k.stages[i, HOST_ORDER] == stage:  # another device has brought its part
+            position = i
+    num_parts = k.stages[stage, TASK_END] - first_task(k, stage)
+    before = position - _LEAD * (len(k.devices) // num_parts)
+    if before >= 0:
+        other = k.stages[before, HOST_ORDER]
+        begin, end = begins(k.stages, other, USERS_END), k.stages[other, USERS_END]
+        if end - begin == 1 and k.users[begin] == other:
+            wait(c, k.stages[other, UPDATED])
 
 
 @compiled
@@ -167,4 +194,5 @@ def update(c: Construction, k: Chain, stage: Int) -> None:
                 read(c, k.host_gradients[other, position])
                 if k.users[end - 1] == stage:  # the last one
                     free(c, k.host_gradients[other, position])
-    emit(c, UPDATE, HOST_DEVICE, ON_HOST, k.stages[stage, STAGE_START], k.stages[stage, STAGE_STOP], ZERO, ZERO)
+    start, stop = k.stages[stage, STAGE_START], k.stages[stage, STAGE_STOP]
+    k.stages[stage, UPDATED] = emit(c, UPDATE, HOST_DEVICE, ON_HOST, start, stop, ZERO, ZERO)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from harmony_lab.compiled import Ints
 from harmony_lab.machine import HOST
-from harmony_lab.planner.order import Order, Uses, all_uses, op_name, pairs
+from harmony_lab.order import Order, Uses, all_uses, op_name, pairs
 from harmony_lab.program import OP_CODES, TENSOR_CODES, BlockColumns, OpKind, Program, TensorKind
 
 __all__ = ["store_violations"]

@@ -1,12 +1,18 @@
 """Arena: one stretch of host memory in which tensors with storages of their own lie side by side."""
 
+import logging
 import mmap
 import sys
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from harmony_lab.units import format_bytes
+
 __all__ = ["Arena"]
+
+_log = logging.getLogger("harmony_lab")
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if sys.platform == "linux" else None
 
@@ -15,6 +21,7 @@ class Arena:
     """``memory``: the whole, as flat bytes.  It lives as long as the arena or one of its tensors does."""
 
     def __init__(self, num_bytes: int) -> None:
+        self._pinned = False
         self._pages: mmap.mmap | None = None
         if num_bytes and _PRIVATE is not None:
             self._pages = mmap.mmap(-1, num_bytes, flags=_PRIVATE)
@@ -45,3 +52,33 @@ class Arena:
             stop = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
             if stop > first:
                 self._pages.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
+    def pin(self, content: str) -> None:
+        """Page-lock all of it, so that devices copy at full speed and beside the host; where the system does not let
+        it, a warning says so.  ``content``: what lies there.
+
+        By registration, for torch's pinned memory is rounded up to a power of two.
+        """
+        if not self.num_bytes:
+            return
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        self._pinned = int(cudart.cudaHostRegister(self.memory.data_ptr(), self.num_bytes, 0)) == 0
+        if not self._pinned:
+            _clear_last_error()
+            _log.warning(
+                "the system does not let %s of %s be page-locked: copies to devices are staged and slower",
+                format_bytes(self.num_bytes),
+                content,
+            )
+
+    def unpin(self) -> None:
+        """Before the memory goes."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
+            self._pinned = False
+
+
+def _clear_last_error() -> None:
+    """CUDA remembers a refused call, and whoever launches the next kernel is told: that one, here."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")

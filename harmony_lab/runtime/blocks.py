@@ -26,11 +26,11 @@ class Saved:
 class Blocks:
     """The living blocks of one step.  Each is written once and freed once; the program's edges say when."""
 
-    def __init__(self, memory: BlockMemory, backend: Backend, ledgers: Sequence[Ledger], host: Ledger) -> None:
+    def __init__(self, memory: BlockMemory, backend: Backend, ledgers: Sequence[Ledger]) -> None:
         self._blocks = memory.blocks
         self._memory = memory
         self._backend = backend
-        self._ledgers = {HOST: host, **dict(enumerate(ledgers))}
+        self._ledgers = ledgers
         self._content: dict[int, Flat | Values | Saved | None] = {}
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -77,7 +77,8 @@ class Blocks:
 
     def _charge(self, index: int, num_bytes: int, purpose: Op) -> None:
         block = self._blocks[index]
-        self._ledgers[block.device].allocated(block.kind, num_bytes, purpose)
+        if block.device != HOST:  # whose memory was asked for before
+            self._ledgers[block.device].allocated(block.kind, num_bytes, purpose)
 
     def adopt_values(self, index: int, values: Values, memory: ComputeMemory) -> None:
         """What a compute op has made is that block's content."""
@@ -122,7 +123,8 @@ class Blocks:
         elif content is not None:
             tensors = [content.memory] if isinstance(content, Flat) else list(content.values())
             self._backend.released(tensors)
-            self._ledgers[block.device].released(block.kind, sum(tensor.nbytes for tensor in tensors))
+            if block.device != HOST:
+                self._ledgers[block.device].released(block.kind, sum(tensor.nbytes for tensor in tensors))
 
 
 def _misused(violation: str) -> ProgramError:

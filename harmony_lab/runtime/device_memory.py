@@ -1,17 +1,20 @@
-"""DeviceMemory: one stretch of memory per device, and one on the host, which the blocks of all steps lie in."""
+"""DeviceMemory: one stretch of memory per device, and one on the host, which the blocks of all steps lie in; blocks
+without a place there (``places``) have memory of their own while they live."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from harmony_lab.layers import LayerSequence, padded
 from harmony_lab.machine import HOST
+from harmony_lab.places import Places, place
 from harmony_lab.program import Program, TensorKind
+from harmony_lab.runtime.arena import Arena
 from harmony_lab.runtime.backend import Backend
 from harmony_lab.runtime.layout import Layouts
-from harmony_lab.runtime.places import Places, place
 
 __all__ = ["BlockMemories", "BlockMemory", "DeviceMemory", "Flat", "Shapes", "Values"]
 
@@ -29,35 +32,62 @@ class Flat:
 
 
 class DeviceMemory:
-    """Grows to what the largest program needs, between steps, and is kept until it is forgotten.
+    """Kept from step to step, as large as the programs need, until one needs more or has room for less.
 
-    ``num_allocations``: how often memory was asked for.  ``shared``: whether blocks may lie where others lay; without,
-    what is read too late is what was there, or poison.
+    ``shared``: whether blocks may lie where others lay; without, what is read too late is what was there, or poison.
     """
 
     def __init__(self, backend: Backend, *, shared: bool = True) -> None:
         self.shared = shared
-        self.num_allocations = 0
-        self._backend = backend
+        self.backend = backend
         self._memory: dict[int, Tensor] = {}
+        self._arena = Arena(0)  # the host's
+        self._users: WeakSet[BlockMemory] = WeakSet()
 
     @property
     def num_bytes(self) -> dict[int, int]:
         """By device, and of the host (``HOST``)."""
         return {device: memory.nbytes for device, memory in self._memory.items()}
 
+    def join(self, user: "BlockMemory") -> None:
+        """That one is told when memory goes."""
+        self._users.add(user)
+
+    def trim(self, device: int, least_bytes: int, most_bytes: int | None) -> None:
+        """Give that device's memory back if it has too few bytes, or too many."""
+        memory = self._memory.get(device)
+        if memory is None:
+            return
+        if memory.nbytes < least_bytes or (most_bytes is not None and memory.nbytes > most_bytes):
+            self._give_back(device)
+
     def of(self, device: int, num_bytes: int) -> Tensor:
         """That device's memory, at least so many bytes of it; with any content."""
+        self.trim(device, num_bytes, None)
         memory = self._memory.get(device)
-        if memory is None or memory.nbytes < num_bytes:
-            self._memory.pop(device, None)
-            on_host = device == HOST
-            where = torch.device("cpu") if on_host else self._backend.torch_device(device)
-            pin = on_host and self._backend.pins_host_memory
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=where, pin_memory=pin)
+        if memory is None:
+            if device == HOST:
+                self._arena = Arena(num_bytes)
+                if self.backend.pins_host_memory:
+                    self._arena.pin("gradients and activations")
+                memory = self._arena.memory
+            else:
+                memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.backend.torch_device(device))
             self._memory[device] = memory
-            self.num_allocations += 1
         return memory
+
+    def close(self) -> None:
+        """Give all of it back."""
+        for device in list(self._memory):
+            self._give_back(device)
+
+    def _give_back(self, device: int) -> None:
+        for user in self._users:
+            user.forget(device)
+        del self._memory[device]
+        if device == HOST:
+            self._arena.unpin()
+            self._arena = Arena(0)
 
 
 class BlockMemory:
@@ -69,18 +99,34 @@ class BlockMemory:
         self._layers = layers
         self._layouts = layouts
         self._places: Places = place(program, layers, shared=memory.shared)
+        self._budgets = program.budgets
         self._device_memory = memory
         self._memory: dict[int, Tensor] = {}
         self._flat: dict[int, Flat] = {}
         self._values: dict[int, Values] = {}
+        memory.join(self)
+
+    def device_bytes(self, device: int) -> int:
+        """What the program needs of that device's memory in all."""
+        return self._places.device_bytes(device)
+
+    def trim(self, held_bytes: Sequence[int]) -> None:
+        """Give memory of other programs back where it leaves too little room for this one's.  ``held_bytes``: per
+        device, what is taken beside the program."""
+        for device, (budget, held) in enumerate(zip(self._budgets, held_bytes, strict=True)):
+            room = budget - self._places.beside_bytes[device] - held if self._device_memory.shared else None
+            self._device_memory.trim(device, self._places.num_bytes.get(device, 0), room)
 
     def prepare(self) -> None:
         """Before a step: get hold of the memory."""
-        found = {device: self._device_memory.of(device, size) for device, size in self._places.num_bytes.items()}
-        if any(self._memory.get(device) is not memory for device, memory in found.items()):
-            self._memory = found
-            self._flat.clear()
-            self._values.clear()
+        self._memory = {device: self._device_memory.of(device, size) for device, size in self._places.num_bytes.items()}
+
+    def forget(self, device: int) -> None:
+        """That device's memory is given back."""
+        self._memory.pop(device, None)
+        for content in (self._flat, self._values):
+            for index in [index for index in content if self.blocks[index].device == device]:
+                content.pop(index)
 
     def flat(self, index: int) -> Flat:
         """With any content."""
@@ -89,7 +135,9 @@ class BlockMemory:
             block = self.blocks[index]
             layout = self._layouts.of(block.kind, block.layers)
             memory = self._part(index, 0, layout.num_bytes).data
-            flat = self._flat[index] = Flat(memory, layout.views(memory))
+            flat = Flat(memory, layout.views(memory))
+            if self._has_place(index):
+                self._flat[index] = flat
             if block.kind is TensorKind.WEIGHT:
                 for name, view in flat.views.items():
                     spec = self._layers.state[name]
@@ -108,10 +156,18 @@ class BlockMemory:
                 # data: a version counter of its own, so that writing to one block is not taken for writing to all
                 values[name] = self._part(index, offset, num_bytes).view(dtype).view(shape).data
                 offset += padded(num_bytes)
-            self._values[index] = values
+            if self._has_place(index):
+                self._values[index] = values
         return values
 
+    def _has_place(self, index: int) -> bool:
+        return index in self._places.offsets
+
     def _part(self, index: int, offset: int, num_bytes: int) -> Tensor:
+        """Of the block's place; where it has none, memory of its own, which goes with the last tensor over it."""
+        if not self._has_place(index):
+            where = self._device_memory.backend.torch_device(self.blocks[index].device)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=where)
         start = self._places.offsets[index] + offset
         return self._memory[self.blocks[index].device][start : start + num_bytes]
 

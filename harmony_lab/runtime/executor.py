@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from harmony_lab.errors import ProgramError, TrainingError
+from harmony_lab.errors import ProgramError, StepCancelledError, TrainingError
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.program import OP_CODES, TENSOR_CODES, OpKind, Program, TensorKind
 from harmony_lab.runtime.backend import Backend
@@ -35,6 +35,7 @@ class Executor:
         self._interleaves = interleaves
         self._workers = Workers(backend.enter_worker)
         self._waits: dict[int, tuple[Program, Waits]] = {}
+        self._job: Job | None = None  # under way
 
     def run(
         self, program: Program, training: Training, minibatch: Minibatch, updates: Updates | None
@@ -43,7 +44,7 @@ class Executor:
 
         Raises ``ProgramError`` for a program that only the simulator knows, ``TrainingError`` with the op that failed
         and the state of the weights; the devices are empty then, and the next call works.  ``KeyboardInterrupt`` ends
-        the iteration the same way.
+        the iteration the same way.  ``StepCancelledError``: see ``abort``.
         """
         _require_runnable(program)
         backend, ledgers = self._backend, training.ledgers
@@ -51,14 +52,18 @@ class Executor:
         if not self._interleaves:
             self._workers.prepare(waits.queues)
         memory = training.memory.of(program)
+        memory.trim(training.places.held_beside(program))
+        training.places.settle(program, memory.device_bytes)
         memory.prepare()
-        training.places.settle(program)
         step = Step(program, memory, training, minibatch, updates)
         backend.begin()
         chaos = None if self._chaos_seed is None else f"{self._chaos_seed}/{minibatch.seed}"
         job = Job(program, waits, step.perform, step.conclude, backend.abort, chaos)
-        for ledger in (*ledgers, training.host):
+        for ledger in ledgers:
             ledger.begin(job.origin_s)
+        self._job = job
+        if updates is not None and updates.progress.cancelled:  # by somebody who saw no job yet
+            job.abort()
         try:
             if self._interleaves:
                 job.interleave(random.Random(chaos))
@@ -67,8 +72,14 @@ class Executor:
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(step.describe_changes())
             raise
+        finally:
+            self._job = None
         if job.failure is not None:
             raise _error(job.failure, step) from job.failure.error
+        if updates is not None and updates.progress.cancelled:
+            raise StepCancelledError(
+                "this step was cancelled before its first update: nothing of the model was changed"
+            )
         start_s, end_s = job.times_s
         trace = Trace(
             origin=Origin.MEASURED,
@@ -86,6 +97,12 @@ class Executor:
         if known is None:
             known = self._waits[id(program)] = program, Waits(program)
         return known[1]
+
+    def abort(self) -> None:
+        """End an iteration under way whose updates were cancelled (``UpdateProgress.cancel``), from any thread."""
+        job = self._job
+        if job is not None:
+            job.abort()
 
     def close(self) -> None:
         """Join all threads."""

@@ -1,6 +1,5 @@
 """HostStore: the user's own parameters, gathered into one arena so that a pack is one transfer."""
 
-import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,11 +15,9 @@ from harmony_lab.program import TensorKind
 from harmony_lab.runtime.arena import Arena
 from harmony_lab.runtime.layout import Layout, Layouts
 from harmony_lab.runtime.shadows import Shadows
-from harmony_lab.units import format_bytes
 
 __all__ = ["HostStore", "PackReader"]
 
-_log = logging.getLogger("harmony_lab")
 _SHOWN_NAMES = 8
 
 
@@ -45,7 +42,6 @@ class HostStore:
 
     def __init__(self, layers: LayerSequence, layouts: Layouts, *, pin: bool = False) -> None:
         self._layers = layers
-        self._pinned = False
         self.whole = layouts.masters()
         self.moving = layouts.of(TensorKind.WEIGHT, (0, len(layers)))
         _refuse_off_host(layers)
@@ -60,31 +56,26 @@ class HostStore:
                 place.copy_(parameter)
                 parameter.data = place
         self.shadows = Shadows(layers.tensors, self.moving) if self.moving != self.whole else None
-        if pin and self.whole.num_bytes:
-            self._pin()
+        if pin:
+            self._moving_arena.pin("parameters")
 
     @property
     def memory(self) -> Tensor:
         """What packs are read from, as flat bytes laid out as ``moving`` says."""
-        return self.arena.memory if self.shadows is None else self.shadows.memory
+        return self._moving_arena.memory
+
+    @property
+    def _moving_arena(self) -> Arena:
+        return self.arena if self.shadows is None else self.shadows.arena
 
     @property
     def num_bytes(self) -> int:
         """Host memory of the parameters and their shadows."""
-        return self.arena.num_bytes + (0 if self.shadows is None else self.shadows.memory.nbytes)
+        return self.arena.num_bytes + (0 if self.shadows is None else self.shadows.arena.num_bytes)
 
     def reading(self) -> AbstractContextManager[None]:
         """While packs are read: they have what the parameters hold when this begins."""
         return nullcontext() if self.shadows is None else self.shadows.renewing()
-
-    def _pin(self) -> None:
-        cudart, memory = torch.cuda.cudart(), self.memory  # type: ignore[no-untyped-call]
-        self._pinned = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
-        if not self._pinned:
-            _log.warning(
-                "the system does not let %s of parameters be page-locked: copies to devices are staged and slower",
-                format_bytes(memory.nbytes),
-            )
 
     def check_in_place(self) -> None:
         """Raises ``HarmonyError`` where somebody has given a parameter another storage since the store was opened, or
@@ -104,9 +95,7 @@ class HostStore:
 
     def close(self) -> None:
         """Give each parameter that still lies in the arena memory of its own; may be called again."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
-            self._pinned = False
+        self._moving_arena.unpin()
         if self.shadows is not None:
             self.shadows.close()
             self.shadows = None

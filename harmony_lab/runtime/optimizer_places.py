@@ -1,6 +1,6 @@
 """OptimizerPlaces: where the optimizer's state of each pack is, on the host or on the device that updates the pack."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,21 +29,46 @@ class OptimizerPlaces:
         self._backend = backend
         self._ledgers = ledgers
         self._held: dict[_Place, int] = {}
-        self._of_program: tuple[Program | None, dict[_Place, int]] = (None, {})
+        self._of_program: tuple[Program | None, dict[_Place, int] | None] = (None, None)
 
     @property
     def num_bytes(self) -> int:
         """Of the optimizer's state that is on devices."""
         return sum(self._optimizer.state_bytes_of(layers) for _, layers in self._held)
 
-    def settle(self, program: Program | None) -> None:
-        """Bring every pack's state to where the program updates the pack; without one, all to the host.
+    def settle(self, program: Program, device_bytes: Callable[[int], int]) -> None:
+        """Bring every pack's state to where the program updates the pack.  One that updates nothing leaves it where it
+        is, if there is room beside ``device_bytes``, what it needs of each device.
 
         Raises ``DeviceMemoryError`` where a device has no room.
         """
+        wanted = self._wanted_by(program)
+        if wanted is None:
+            held_bytes = enumerate(self.held_beside(program))
+            if all(device_bytes(device) + held <= program.budgets[device] for device, held in held_bytes):
+                return
+        self._move(wanted or {})
+
+    def bring_back(self) -> None:
+        """All to the host."""
+        self._move({})
+
+    def held_beside(self, program: Program) -> tuple[int, ...]:
+        """Per device, bytes held for state that the program does not know of, since it updates nothing."""
+        held = [0] * len(self._ledgers)
+        if self._wanted_by(program) is None:
+            for (device, _), num_bytes in self._held.items():
+                held[device] += num_bytes
+        return tuple(held)
+
+    def _wanted_by(self, program: Program) -> dict[_Place, int] | None:
+        """None: the program updates nothing."""
         if self._of_program[0] is not program:
-            self._of_program = program, {} if program is None else _places(program)
-        wanted = self._of_program[1]
+            updates = any(op.kind is OpKind.UPDATE for op in program.ops)
+            self._of_program = program, _places(program) if updates else None
+        return self._of_program[1]
+
+    def _move(self, wanted: dict[_Place, int]) -> None:
         for place in [place for place in self._held if place not in wanted]:
             device, layers = place
             self._optimizer.move_state(layers, _ON_HOST)

@@ -1,8 +1,10 @@
-"""UpdateProgress: which layers' weights a step has updated by now."""
+"""UpdateProgress: which layers' weights a step has updated by now, and whether it may begin to."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
+
+from harmony_lab.runtime.backend import StepAborted
 
 __all__ = ["UpdateProgress"]
 
@@ -10,12 +12,17 @@ _Layers = tuple[int, int]
 
 
 class UpdateProgress:
-    """Written by the threads that update, read by any."""
+    """Written by the threads that update, read by any.
+
+    Some layers updated and others not is what a step must not leave behind, so it is cancelled before its first update
+    or not at all: one of ``begin`` and ``cancel`` comes first, and the other does nothing then.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._done: list[_Layers] = []
         self._under_way: list[_Layers] = []
+        self._cancelled = False
 
     @contextmanager
     def updating(self, layers: _Layers) -> Iterator[None]:
@@ -25,7 +32,10 @@ class UpdateProgress:
         self.end(layers)
 
     def begin(self, layers: _Layers) -> None:
+        """Raises ``StepAborted`` once the step is cancelled."""
         with self._lock:
+            if self._cancelled:
+                raise StepAborted
             self._under_way.append(layers)
 
     def end(self, layers: _Layers) -> None:
@@ -33,6 +43,18 @@ class UpdateProgress:
         with self._lock:
             self._under_way.remove(layers)
             self._done.append(layers)
+
+    def cancel(self) -> bool:
+        """Allow no update any more, unless one has begun; whether that is so now."""
+        with self._lock:
+            if not self._done and not self._under_way:
+                self._cancelled = True
+            return self._cancelled
+
+    @property
+    def cancelled(self) -> bool:
+        with self._lock:
+            return self._cancelled
 
     @property
     def any(self) -> bool:

@@ -1,7 +1,7 @@
 """Runner: trains a LayerSequence step by step, with one Program per minibatch size."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
 from types import TracebackType
@@ -11,8 +11,8 @@ import torch
 
 from harmony_lab.errors import HarmonyError, TrainingError
 from harmony_lab.layers import LayerSequence
+from harmony_lab.machine import HOST, Machine
 from harmony_lab.machine import Backend as DeviceKind
-from harmony_lab.machine import Machine
 from harmony_lab.program import Program
 from harmony_lab.runtime.backend import Backend
 from harmony_lab.runtime.buffers import check_buffers
@@ -76,7 +76,7 @@ class Runner:
         self.step_count = first_step
         self.last_trace: Trace | None = None
         self.last_norm: float | None = None
-        self._block_bytes = 0  # on the host, in the last step: gradients, those added up, the stash
+        self._sum_bytes = 0  # on the host, of gradients that were added up in the last step
         self._layers = layers
         self._programs = _Programs(layers, lower)
         self._of_several = _Programs(layers, lower_for_several or lower)
@@ -87,6 +87,8 @@ class Runner:
         self._evaluation = evaluation
         self._evaluating: tuple[Training, _Programs] | None = None
         self._one_at_a_time = Lock()
+        self._cancelling = Lock()
+        self._under_way: Updates | None = None
         self._closed = False
         self._optimizer = PackOptimizer(optimizer, layers)
         self._chaos = chaos_seed is not None
@@ -100,7 +102,6 @@ class Runner:
             layouts=layouts,
             backend=backend,
             ledgers=ledgers,
-            host=Ledger("host", sys.maxsize),  # only counted: what there is was asked for before
             state=self._store.reader(layers, layouts),
             usages=Usages(always=self._chaos),
             memory=BlockMemories(layers, layouts, DeviceMemory(backend, shared=not self._chaos)),
@@ -118,9 +119,8 @@ class Runner:
         ``last_trace`` is what happened in the last of them, ``last_norm`` that of the gradients where it is limited.
         Raises ``TrainingError``, see ``Executor.run``: buffers are then as they were before the step.
         """
-        with self._one_at_a_time:
+        with self._one_at_a_time, self._updating() as updates:
             minibatches = self._minibatches(batches)
-            updates = Updates(self._layers, self._optimizer, max_grad_norm=self._max_grad_norm, observe=self._observe)
             self._optimizer.begin()
             before = {name: self._layers.tensors[name].clone() for name in _updated(self._layers) if len(batches) > 1}
             try:
@@ -136,17 +136,38 @@ class Runner:
             self.step_count += 1
             return loss
 
+    def cancel(self) -> bool:
+        """End the step under way, from any thread, unless it has begun to update: then it is finished.
+
+        The step raises ``StepCancelledError``; False where there is none to cancel.
+        """
+        with self._cancelling:
+            if self._under_way is None or not self._under_way.progress.cancel():
+                return False
+            self._executor.abort()
+            return True
+
+    @contextmanager
+    def _updating(self) -> Iterator[Updates]:
+        """A step's updates; ``cancel`` never reaches into the next one's."""
+        updates = Updates(self._layers, self._optimizer, max_grad_norm=self._max_grad_norm, observe=self._observe)
+        with self._cancelling:
+            self._under_way = updates
+        try:
+            yield updates
+        finally:
+            with self._cancelling:
+                self._under_way = None
+
     def _train(self, minibatches: Sequence[Minibatch], updates: Updates) -> float:
         losses = []
-        self._block_bytes = 0
+        self._sum_bytes = 0
         for number, minibatch in enumerate(minibatches):
             updates.last = number + 1 == len(minibatches)
-            waiting_bytes = updates.sum_bytes
+            self._sum_bytes = max(self._sum_bytes, updates.sum_bytes)
             programs = self._programs if len(minibatches) == 1 else self._of_several
             program = programs.of(minibatch.sizes["batch"])
             loss, self.last_trace = self._executor.run(program, self._training, minibatch, updates)
-            peak_bytes = self._training.host.timeline().peak_bytes + max(waiting_bytes, updates.sum_bytes)
-            self._block_bytes = max(self._block_bytes, peak_bytes)
             losses.append(loss)
         return sum(losses)
 
@@ -185,9 +206,17 @@ class Runner:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host: parameters, their shadows, optimizer state, and the most that blocks took in the last
-        step."""
-        return self._store.num_bytes + self._optimizer.state_bytes - self._places.num_bytes + self._block_bytes
+        """Bytes on the host: parameters, their shadows, optimizer state, the memory that gradients and the stash lie
+        in, and gradients that were added up in the last step."""
+        state_bytes = self._optimizer.state_bytes - self._places.num_bytes
+        block_bytes = self._training.memory.memory.num_bytes.get(HOST, 0)
+        return self._store.num_bytes + state_bytes + block_bytes + self._sum_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the host's memory, what is kept from step to step for blocks, of emulated devices too."""
+        backend, kept = self._training.backend, self._training.memory.memory.num_bytes
+        return sum(size for at, size in kept.items() if at == HOST or backend.torch_device(at).type == "cpu")
 
     def close(self) -> None:
         """Join the threads, bring the optimizer's state to the host and give the parameters storage of their own again;
@@ -196,9 +225,10 @@ class Runner:
             if not self._closed:
                 self._closed = True
                 try:
-                    self._places.settle(None)
+                    self._places.bring_back()
                 finally:
                     self._executor.close()
+                    self._training.memory.memory.close()
                     self._store.close()
 
     def __enter__(self) -> "Runner":

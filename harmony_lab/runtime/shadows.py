@@ -34,21 +34,17 @@ class _Round:
 
 
 class Shadows:
-    """``memory``: the copies as flat bytes, laid out as ``layout`` says.  ``masters``: the model's tensors by name."""
+    """``arena``: the copies as flat bytes, laid out as ``layout`` says.  ``masters``: the model's tensors by name."""
 
     def __init__(self, masters: Mapping[str, Tensor], layout: Layout) -> None:
-        self._arena = Arena(layout.num_bytes)
+        self.arena = Arena(layout.num_bytes)
         self._masters = masters
         self._names = [piece.name for piece in layout.pieces]
-        self._copies = layout.views(self._arena.memory)
+        self._copies = layout.views(self.arena.memory)
         self._position = {name: position for position, name in enumerate(self._names)}
         self._round = _Round()
         self._changed = threading.Condition()
         self._thread = ThreadPoolExecutor(1, "harmony-shadows", initializer=torch.get_num_threads)
-
-    @property
-    def memory(self) -> Tensor:
-        return self._arena.memory
 
     @contextmanager
     def renewing(self) -> Iterator[None]:

@@ -30,14 +30,12 @@ __all__ = ["Minibatch", "Step", "Training"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What stays from step to step.  ``host`` counts what blocks take of the host's memory; ``usages`` is what compute
-    ops were seen to take of the devices'."""
+    """What stays from step to step.  ``usages``: what compute ops were seen to take of the devices' memory."""
 
     layers: LayerSequence
     layouts: Layouts
     backend: Backend
     ledgers: Sequence[Ledger]
-    host: Ledger
     state: PackReader
     usages: Usages
     memory: BlockMemories
@@ -81,7 +79,7 @@ class Step:
         self._state_on_host = training.state
         self._updates = updates
         self._usages = training.usages
-        self._blocks = Blocks(memory, training.backend, training.ledgers, training.host)
+        self._blocks = Blocks(memory, training.backend, training.ledgers)
         self._buffers = BufferUpdates(program, training.layers)
         self._losses = Losses(
             program,

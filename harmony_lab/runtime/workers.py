@@ -92,7 +92,7 @@ class Job:
                     at = passive.pop(0)
                     passive += self._run(at, rng)
         except StepAborted:
-            pass
+            self.abort()  # where a cancelled step came to an update before it was told of
         except BaseException as error:
             self._fail("the end of the step" if at is None else f"op {at}, {self.program.ops[at]}", error)
         self._leave(key)
@@ -108,6 +108,7 @@ class Job:
         try:
             while passive or queues:
                 heads = [key for key, queue in queues.items() if not self._counts[queue[0]]]
+                assert passive or heads, "every op that is left waits for another"
                 if passive and (not heads or rng.random() < 0.5):
                     at = passive.pop(rng.randrange(len(passive)))
                 else:
@@ -116,6 +117,8 @@ class Job:
                     if not queues[key]:
                         del queues[key]
                 passive += self._run(at, None)
+        except StepAborted:
+            self.abort()
         except BaseException as error:
             self._fail("the end of the step" if at is None else f"op {at}, {self.program.ops[at]}", error)
             if isinstance(error, KeyboardInterrupt):

@@ -84,7 +84,7 @@ def test_the_host_need_not_hold_state_that_is_on_devices() -> None:
     program = lower(plan, SLOW_HOST, machine)
     assert state_on_devices(program) == SLOW_HOST.optimizer_bytes(0, 2) + SLOW_HOST.optimizer_bytes(4, 6)
     trace = run(program, SLOW_HOST, machine)
-    assert host_memory(trace, SLOW_HOST).optimizer_state_bytes == SLOW_HOST.optimizer_bytes(2, 4)
+    assert host_memory(trace.program, SLOW_HOST, trace.machine).optimizer_state_bytes == SLOW_HOST.optimizer_bytes(2, 4)
 
 
 def test_what_devices_update_is_reduced_on_one_of_them_and_written_back_once() -> None:

@@ -12,7 +12,7 @@ import torch
 from plain_training import PlainTraining, breaking
 from small_layers import build, layer, mlp
 
-from harmony_lab.errors import DeviceMemoryError, HarmonyError, ProgramError, TrainingError
+from harmony_lab.errors import DeviceMemoryError, HarmonyError, ProgramError, StepCancelledError, TrainingError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.program import OpKind, Program, Stream, TensorKind
@@ -339,6 +339,56 @@ def test_an_interrupt_ends_the_step_with_devices_free_and_the_next_step_works(ru
     interrupting.clear()
     trained.step(layers.example_batch)
     assert not torch.equal(layers.tensors["0.weight"].detach(), before)
+
+
+# -- cancelling ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("during", ["preparing", "forward", "the second minibatch"])
+def test_a_cancelled_step_was_never_begun(during: str) -> None:
+    layers, program = mlp(**SHAPE), Program.parse(TWO_PACKS)
+    plain = PlainTraining(layers, lambda tensors: torch.optim.SGD(tensors, lr=0.1))
+    cancelled: list[bool] = []
+    forwards: list[bool] = []
+
+    def lower(size: int) -> Program:
+        if during == "preparing":
+            cancelled.append(trained.cancel())
+        return program
+
+    def forward() -> None:
+        forwards.append(torch.is_grad_enabled())
+        if not cancelled and forwards.count(False) == {"forward": 1, "the second minibatch": 2}[during]:
+            cancelled.append(trained.cancel())
+
+    broken = breaking(layers, 0, forward)
+    with Runner(broken, sgd(broken), Machine.emulated(1, memory=BUDGET, link=1e9), lower) as trained:
+        assert not trained.cancel()  # there is nothing to cancel yet
+        with pytest.raises(StepCancelledError):
+            trained.accumulate([layers.example_batch] * (2 if during == "the second minibatch" else 1))
+        assert cancelled == [True]
+        assert trained.device_bytes == (0,)
+        assert trained.step_count == 0
+        plain.assert_equal(0.0)
+        trained.step(layers.example_batch)
+        plain.step(layers.example_batch)
+        plain.assert_equal(1e-6)
+
+
+def test_a_step_that_has_begun_to_update_is_finished(runner: Callable[..., Runner]) -> None:
+    layers = mlp(**SHAPE)
+    plain = PlainTraining(layers, lambda tensors: torch.optim.SGD(tensors, lr=0.1))
+    cancelled: list[bool] = []
+
+    def in_recompute() -> None:
+        if torch.is_grad_enabled():  # after the first update
+            cancelled.append(trained.cancel())
+
+    trained = runner(breaking(layers, 0, in_recompute), TWO_PACKS)
+    trained.step(layers.example_batch)
+    plain.step(layers.example_batch)
+    assert cancelled == [False]
+    plain.assert_equal(1e-6)
 
 
 # -- threads ------------------------------------------------------------------------------------------------------

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from harmony_lab.errors import HarmonyError, TrainingError
 from harmony_lab.layers import LayerSequence, padded
+from harmony_lab.machine import HOST, Machine
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.program import TensorKind
 from harmony_lab.runtime.arena import Arena
+from harmony_lab.runtime.device_memory import DeviceMemory
+from harmony_lab.runtime.emulated import EmulatedBackend
 from harmony_lab.runtime.host import HostStore
 from harmony_lab.runtime.layout import Layouts
 
@@ -50,6 +53,45 @@ def test_opening_keeps_values_and_objects_and_lays_them_side_by_side_in_one_aren
     starts = [tensor.data_ptr() for tensor in layers.tensors.values()]
     assert starts[0] == store.arena.memory.data_ptr()
     assert [b - a for a, b in pairwise(starts)] == [padded(t.nbytes) for t in layers.tensors.values()][:-1]
+
+
+class Registering:
+    """Stands in for CUDA's runtime."""
+
+    def __init__(self, *, allows: bool) -> None:
+        self.allows = allows
+        self.registered: list[int] = []
+
+    def cudaHostRegister(self, start: int, num_bytes: int, flags: int) -> int:
+        if self.allows:
+            self.registered.append(start)
+        return 0 if self.allows else 2
+
+    def cudaHostUnregister(self, start: int) -> None:
+        self.registered.remove(start)
+
+
+@pytest.mark.parametrize("allows", [True, False])
+def test_memory_is_page_locked_until_it_goes_or_a_warning_says_that_it_is_not(
+    allows: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = Registering(allows=allows)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr("harmony_lab.runtime.arena._clear_last_error", lambda: None)
+    backend = EmulatedBackend(Machine.emulated(1))
+    backend.pins_host_memory = True
+    memory = DeviceMemory(backend)
+    layers = mlp()
+    store = HostStore(layers, Layouts(layers), pin=True)
+    for num_bytes in (1000, 3000):
+        assert memory.of(HOST, num_bytes).nbytes == num_bytes
+        expected = [store.arena.memory.data_ptr(), memory.of(HOST, num_bytes).data_ptr()]
+        assert runtime.registered == (expected if allows else [])
+    memory.close()
+    store.close()
+    assert not runtime.registered
+    assert ("of parameters be page-locked" in caplog.text) == (not allows)
+    assert ("of gradients and activations be page-locked" in caplog.text) == (not allows)
 
 
 @pytest.mark.parametrize("names", [("0.weight",), ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")])

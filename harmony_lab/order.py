@@ -1,4 +1,5 @@
-"""order: what of a Program must precede what, worked out anew with vector clocks, and who uses which block."""
+"""order: what of a Program must precede what, worked out anew with vector clocks, who uses which block, and what can be
+alive at once."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from harmony_lab.compiled import Int, Ints, compiled
+from harmony_lab.machine import HOST
 from harmony_lab.program import Program, Stream
 
-__all__ = ["Bools", "Order", "Uses", "all_uses", "op_name", "pairs"]
+__all__ = ["Bools", "Order", "Uses", "alive_bytes", "all_uses", "most_alive_bytes", "op_name", "pairs"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -86,3 +88,46 @@ def all_uses(program: Program) -> tuple[Uses, Uses, Uses]:
         Uses.of(ops.reads, ops.reads_end),
         Uses.of(ops.frees, ops.frees_end),
     )
+
+
+def most_alive_bytes(program: Program, order: Order, chosen: Bools | None = None) -> tuple[int, ...]:
+    """Per device, the most of the chosen blocks (by default of all) that can be alive at once under any timing."""
+    alive = zip(alive_bytes(program, order, chosen), _resident_bytes(program, chosen).tolist(), strict=True)
+    return tuple(int(of_ops.max(initial=resident)) for of_ops, resident in alive)
+
+
+def alive_bytes(program: Program, order: Order, chosen: Bools | None = None) -> list[Ints]:
+    """Per device and op: the most of the chosen blocks that can be alive when that op runs, see ``program``; 0 for ops
+    that allocate none of them there."""
+    blocks = program.block_columns
+    counted = blocks.device != HOST
+    if chosen is not None:
+        counted &= chosen
+    count = len(program.op_columns.kind)
+    allocated = np.zeros((program.num_devices, count), dtype=np.int64)
+    freed = np.zeros((program.num_devices, count), dtype=np.int64)
+    writes, _, frees = all_uses(program)
+    for uses, totals in ((writes, allocated), (frees, freed)):
+        mine = counted[uses.block]
+        block = uses.block[mine]
+        np.add.at(totals, (blocks.device[block], uses.op[mine]), blocks.num_bytes[block])
+    known_free = np.zeros_like(freed)
+    for column in range(order.clocks.shape[1]):
+        members = np.flatnonzero(order.stream_of == column)
+        before = np.zeros((program.num_devices, len(members) + 1), dtype=np.int64)
+        np.cumsum(freed[:, members], axis=1, out=before[:, 1:])
+        if before.any():
+            clock = order.clocks[:, column] - (order.stream_of == column)  # what precedes the start, not the end
+            known_free += before[:, clock]
+    alive = np.cumsum(allocated, axis=1) - known_free + _resident_bytes(program, chosen)[:, None]
+    return list(np.where(allocated > 0, alive, 0))
+
+
+def _resident_bytes(program: Program, chosen: Bools | None) -> Ints:
+    """Per device."""
+    blocks, resident = program.block_columns, np.array(program.resident, dtype=np.int64)
+    if chosen is not None:
+        resident = resident[chosen[resident]]
+    num_bytes = np.zeros(program.num_devices, dtype=np.int64)
+    np.add.at(num_bytes, blocks.device[resident], blocks.num_bytes[resident])
+    return num_bytes
