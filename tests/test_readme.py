@@ -1,6 +1,7 @@
 """What the README shows works as shown."""
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,12 @@ def test_functions_run_as_shown() -> None:
 def test_notebook_cell_runs_as_shown() -> None:
     given = names()
     exec(BLOCKS[0].replace("%load_ext harmony_lab\n", ""), given)
-    given["run"].stop()
+    run, stepped = given["run"], threading.Event()
+    run.subscribe(lambda event: stepped.set() if event == "step" else None)
+    assert run.losses or stepped.wait(60)
+    run.stop()
     given["lab"].close()
-    assert given["run"].losses
+    assert run.losses
 
 
 def test_documented_files_exist() -> None:
