@@ -69,9 +69,8 @@ def forecast(
     compute, compute_before = np.zeros(p.chain), np.zeros(p.chain)
     coming, peer_coming = np.zeros(p.chain), np.zeros(p.chain)
     out, out_before, reduced = np.zeros(p.chain), np.zeros(p.chain), np.zeros(p.chain)
-    # Values have streams of their own where weights come meanwhile.
-    values_in = coming if p.prefetch == 0 else np.zeros(p.chain)
-    values_out = out if p.prefetch == 0 else np.zeros(p.chain)
+    # Values have streams of their own where weights come meanwhile, else those of the state.
+    values_in, values_out = np.zeros(p.chain), np.zeros(p.chain)
     fetched = np.zeros(num_stages + p.chain, np.bool_)
     stashed = np.zeros((len(backward), most))
     done, following = np.zeros(most), np.zeros(most)
@@ -106,22 +105,21 @@ def forecast(
             last = min(p.share, (i + 1) * size)
             if is_backward and not is_fused:
                 source = (last - 1) // t.sizes[forward_z]
-                _move(values_in, coming, d, max(room, stashed[edge, source]), t.value_bytes[y, start] / p.down)
-                ready = max(ready, values_in[d])
+                seconds = t.value_bytes[y, start] / p.down
+                ready = max(ready, _move(p, values_in, coming, d, max(room, stashed[edge, source]), seconds))
                 if p.chain > 1 and p.peers:
                     peer_coming[d] = max(max(peer_coming[d], room), done[i]) + t.gradient_bytes[y, stop] / p.peer
                     later = peer_coming[d]
                 else:
-                    _move(values_in, coming, d, max(room, done[i]), t.gradient_bytes[y, stop] / p.down)
-                    later = values_in[d]
+                    later = _move(p, values_in, coming, d, max(room, done[i]), t.gradient_bytes[y, stop] / p.down)
             elif s > 0:
                 if p.chain > 1 and p.peers and size == size_before:
                     peer_coming[d] = max(max(peer_coming[d], room), done[i]) + t.value_bytes[y, start] / p.peer
                     ready = max(ready, peer_coming[d])
                 else:
                     source = (last - 1) // size_before
-                    _move(values_in, coming, d, max(room, done[source]), t.value_bytes[y, start] / p.down)
-                    ready = max(ready, values_in[d])
+                    seconds = t.value_bytes[y, start] / p.down
+                    ready = max(ready, _move(p, values_in, coming, d, max(room, done[source]), seconds))
             if i == 0 and p.prefetch > 0 and s + p.chain < num_stages:
                 _prefetch(t, p, forward, backward, num_forward, num_stages, s, z, start, stop, coming, compute, fetched)
             end = max(max(compute[d], ready), out_before[d])
@@ -136,21 +134,19 @@ def forecast(
             following[i] = end
             if is_backward:
                 if s + 1 < num_stages and not (p.chain > 1 and p.peers):
-                    out_before[d] = values_out[d]
-                    _move(values_out, out, d, end, t.gradient_bytes[y, start] / p.up)
-                    following[i] = values_out[d]
+                    out_before[d] = values_out[d] if p.prefetch > 0 else out[d]
+                    following[i] = _move(p, values_out, out, d, end, t.gradient_bytes[y, start] / p.up)
             else:
                 is_out = False
                 for edge in range(edge_from, edge_to):
-                    out_before[d] = values_out[d]
-                    _move(values_out, out, d, end, t.value_bytes[y, backward[edge]] / p.up)
-                    stashed[edge, i] = values_out[d]
+                    out_before[d] = values_out[d] if p.prefetch > 0 else out[d]
+                    stashed[edge, i] = _move(p, values_out, out, d, end, t.value_bytes[y, backward[edge]] / p.up)
                     is_out = is_out or backward[edge] == stop
                 if p.chain == 1 or not p.peers or (s + 1 == num_forward and size != t.sizes[backward_z]):
                     if not is_out:
-                        out_before[d] = values_out[d]
-                        _move(values_out, out, d, end, t.value_bytes[y, stop] / p.up)
-                    following[i] = values_out[d]
+                        out_before[d] = values_out[d] if p.prefetch > 0 else out[d]
+                        _move(p, values_out, out, d, end, t.value_bytes[y, stop] / p.up)
+                    following[i] = values_out[d] if p.prefetch > 0 else out[d]
         if is_backward:
             host = max(host, _gradients_out(t, p, start, stop, d, compute, out, peer_coming, reduced))
             host += t.update_s[stop] - t.update_s[start]
@@ -160,17 +156,21 @@ def forecast(
 
 
 @compiled
-def _move(values: Floats, state: Floats, d: Int, earliest: Float, seconds: Float) -> None:
+def _move(p: Setting, values: Floats, state: Floats, d: Int, earliest: Float, seconds: Float) -> Float:
     """Move values of a microbatch, no sooner than ``earliest``; while weights or gradients move the same way, both
-    share the link.
+    share the link.  Returns when they are there.
 
-    ``values``, ``state``: until when the device's streams are busy; one array where they are one stream.
+    ``values``, ``state``: until when the device's streams are busy.
     """
+    if p.prefetch == 0:
+        state[d] = max(state[d], earliest) + seconds
+        return state[d]
     start = max(values[d], earliest)
-    if state[d] > start:  # never where they are one
+    if state[d] > start:
         state[d] += seconds
         seconds = min(2 * seconds, state[d] - start)
     values[d] = start + seconds
+    return values[d]
 
 
 @compiled

@@ -5,6 +5,7 @@ promising are lowered and simulated, and of the best of these variants are tried
 (``staying``).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -84,15 +85,14 @@ def search(
     if not isinstance(profile, Profile):
         return _in_all(profile, machine, minibatch_size, modes, switches, shown, progress)
     run = _Search(profile, machine, minibatch_size, modes, switches or Switches(), shown)
-    result = None
-    for result in run.results():
+    for _ in run.advance():
         if progress is not None:
-            progress(run.done, max(run.total, run.done), f"best {format_seconds(result.candidates[0].step_s)}")
-    if result is None:
+            progress(run.done, max(run.total, run.done), f"best {format_seconds(run.best_s)}")
+    if not run.found:
         raise run.nothing_fits()
     if progress is not None:
-        progress(run.done, run.done, f"best {format_seconds(result.candidates[0].step_s)}")
-    return result
+        progress(run.done, run.done, f"best {format_seconds(run.best_s)}")
+    return run.result()
 
 
 def _in_all(
@@ -139,7 +139,9 @@ def searching(
     shown: int = 16,
 ) -> Iterator[SearchResult]:
     """As ``search``, giving what has been found so far after every candidate; nothing where no plan fits."""
-    yield from _Search(profile, machine, minibatch_size, modes, switches or Switches(), shown).results()
+    run = _Search(profile, machine, minibatch_size, modes, switches or Switches(), shown)
+    for _ in run.advance():
+        yield run.result()
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:
@@ -167,7 +169,7 @@ class _Search:
         self.rejected: dict[Rejected, None] = {}
         self.last_ops = 0
         self.done = self.total = self.num_ops = self.num_bounded = self.num_skipped = 0
-        self.lower_bound_s = 0.0
+        self.lower_bound_s, self.best_s = 0.0, math.inf
         self.host_problem = ""
         self.num_host_problems = 0
         self.excess_bytes = 0  # of the candidate that was furthest from fitting
@@ -185,7 +187,8 @@ class _Search:
             self.rejected[Rejected("dp", problem)] = None
         return bool(problem)
 
-    def results(self) -> Iterator[SearchResult]:
+    def advance(self) -> Iterator[float]:
+        """Look at one candidate after the other; gives the seconds of each."""
         settings = [
             (mode, prefetch, peers)
             for mode in self.modes
@@ -203,17 +206,15 @@ class _Search:
             device_updates=self.switches.staying and self.switches.device_updates,
         )
         for setting in settings:
-            for _ in self._of_setting(*setting):
-                yield self._result()
+            yield from self._of_setting(*setting)
         if self.switches.staying and self.found:
             best = self._best_of_each_mode()
-            for _ in self._that_stay():
-                yield self._result()
+            yield from self._that_stay()
             if self.switches.device_updates:
-                for _ in self._that_update(best):
-                    yield self._result()
+                yield from self._that_update(best)
 
-    def _result(self) -> SearchResult:
+    def result(self) -> SearchResult:
+        """What has been found so far."""
         return SearchResult(
             candidates=tuple(sorted(self.found.values(), key=_rank)),
             rejected=tuple(self.rejected),
@@ -364,6 +365,7 @@ class _Search:
         self.num_ops += self.last_ops
         seconds = makespan_s(program, self.profile, self.machine)
         self.found[plan] = Candidate(plan, seconds, self.profile, self.machine)
+        self.best_s = min(self.best_s, seconds)
         return seconds
 
     # -- what does not fit --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,12 +21,23 @@ from harmony_lab.runtime.runner import Runner
 from harmony_lab.simulator.engine import makespan_s
 from harmony_lab.trace import Trace
 
-__all__ = ["MICROBATCH", "emulation_of"]
+__all__ = ["emulation_of"]
 
-_WIDTH = 256
-MICROBATCH = 64  # samples: with that width, layers take about a millisecond
+CostsOf = Callable[[LayerSequence, Machine, int], Profile]
+
+
+class _Size(NamedTuple):
+    """Of layers, and of microbatches in samples."""
+
+    width: int
+    samples: int
+
+
+_TINY = _Size(32, 1)  # kernels that take next to nothing
+_USUAL = _Size(256, 64)  # kernels of about a millisecond
+
 _MICROBATCHES = 8
-_STEPS, _WARM_UP = 5, 2
+_STEPS, _WARM_UP = 9, 2
 _COPIED_BYTES = 16 * 2**20  # more than caches hold
 _COPIES = 5
 _MOST_SLOWED = 8.0
@@ -38,9 +49,7 @@ _known: dict[int, Emulation] = {}
 _one_at_a_time = Lock()
 
 
-def emulation_of(
-    machine: Machine, costs_of: Callable[[LayerSequence, Machine], Profile], *, anew: bool = False
-) -> Emulation | None:
+def emulation_of(machine: Machine, costs_of: CostsOf, *, anew: bool = False) -> Emulation | None:
     """None for real devices.  Measured once per number of devices, and where it is asked for ``anew``.  ``costs_of``:
     profiles layers, without this.
 
@@ -57,40 +66,42 @@ def emulation_of(
         return _known[count]
 
 
-def _measured(num_devices: int, costs_of: Callable[[LayerSequence, Machine], Profile]) -> Emulation:
-    alone, costs = _run(1, costs_of)
-    of_layers = [costs.cost(layer, MICROBATCH) for layer in range(*_WHOLE)]
+def _measured(num_devices: int, costs_of: CostsOf) -> Emulation:
+    alone, costs = _run(1, _TINY, costs_of)
+    of_layers = [costs.cost(layer, _TINY.samples) for layer in range(*_WHOLE)]
     kernels_s = sum(cost.recompute_s + cost.backward_s for cost in of_layers)
     spans = [span for trace in alone for span in _spans(trace)]
-    computing = [seconds for kind, seconds, _ in spans if kind in (OpKind.FORWARD, OpKind.BACKWARD)]
-    moving = [seconds for kind, seconds, _ in spans if kind in (OpKind.SWAP_IN, OpKind.SWAP_OUT)]
+    forward, backward, came, left = (
+        statistics.median(seconds for other, seconds, _ in spans if other is kind)
+        for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.SWAP_IN, OpKind.SWAP_OUT)
+    )
     emulation = Emulation(
-        compute_s=max(0.0, statistics.fmean(computing) - kernels_s / 2),
-        transfer_s=statistics.fmean(moving),
+        compute_s=max(0.0, (forward + backward - kernels_s) / 2),
+        transfer_s=(came + left) / 2,
         waking_s=statistics.median(gap for kind, _, gap in spans if kind is OpKind.SWAP_OUT),
         copied_bytes_per_s=_COPIED_BYTES / _copy_s(),
     )
     if num_devices == 1:
         return emulation
-    together, costs = _run(num_devices, costs_of)
+    together, costs = _run(num_devices, _USUAL, costs_of)
     return _slowed(emulation, together, costs)
 
 
-def _run(num_devices: int, costs_of: Callable[[LayerSequence, Machine], Profile]) -> tuple[list[Trace], Profile]:
+def _run(num_devices: int, size: _Size, costs_of: CostsOf) -> tuple[list[Trace], Profile]:
     like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the user has as defaults
-    model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH, **like), nn.Linear(_WIDTH, _WIDTH, **like))
-    batch = torch.zeros(2, num_devices * _MICROBATCHES * MICROBATCH, _WIDTH, **like)
+    model = nn.Sequential(*(nn.Linear(size.width, size.width, **like) for _ in range(*_WHOLE)))
+    batch = torch.zeros(2, num_devices * _MICROBATCHES * size.samples, size.width, **like)
     layers = decompose(model, (batch[0], batch[1]), nn.functional.mse_loss)
     machine = Machine.emulated(num_devices, memory=_BUDGET, link=1e12)
     machine = replace(machine, devices=tuple(replace(device, compute_threads=1) for device in machine.devices))
-    program = _program(layers, num_devices)
+    program = _program(layers, num_devices, size.samples)
     traces: list[Trace] = []
     with Runner(layers, torch.optim.SGD(model.parameters(), lr=0.0), machine, lambda size: program) as runner:
         for _ in range(_WARM_UP + _STEPS):
             runner.step((batch[0], batch[1]))
             assert runner.last_trace is not None
             traces.append(runner.last_trace)
-    return traces[_WARM_UP:], costs_of(layers, machine)
+    return traces[_WARM_UP:], costs_of(layers, machine, size.samples)
 
 
 def _slowed(emulation: Emulation, traces: Sequence[Trace], costs: Profile) -> Emulation:
@@ -108,7 +119,7 @@ def _slowed(emulation: Emulation, traces: Sequence[Trace], costs: Profile) -> Em
     return by((low + high) / 2)
 
 
-def _program(layers: LayerSequence, num_devices: int) -> Program:
+def _program(layers: LayerSequence, num_devices: int, num_samples: int) -> Program:
     """Every device runs its microbatches one after the other, each from its inputs to its loss; nothing is updated."""
     layouts = Layouts(layers)
     flat = {kind: layouts.of(kind, _WHOLE).num_bytes for kind in (TensorKind.WEIGHT, TensorKind.GRADIENT)}
@@ -128,8 +139,8 @@ def _program(layers: LayerSequence, num_devices: int) -> Program:
         gradient = block(TensorKind.GRADIENT, device, _WHOLE, _NO_SAMPLES, flat[TensorKind.GRADIENT])
         came = op(OpKind.SWAP_IN, device, Stream.SWAP_IN, _NO_SAMPLES, writes=(weight,))
         computed = [came, came]
-        edges = [(device * _MICROBATCHES + number) * MICROBATCH for number in range(_MICROBATCHES + 1)]
-        num_bytes = sum(spec.num_bytes(MICROBATCH) for spec in layers.batch)
+        edges = [(device * _MICROBATCHES + number) * num_samples for number in range(_MICROBATCHES + 1)]
+        num_bytes = sum(spec.num_bytes(num_samples) for spec in layers.batch)
         for number, sample in enumerate(pairwise(edges)):
             inputs = block(TensorKind.INPUT, device, _WHOLE, sample, num_bytes)
             loss = block(TensorKind.ACTIVATION, device, (2, 2), sample, 4)
@@ -153,7 +164,7 @@ def _program(layers: LayerSequence, num_devices: int) -> Program:
                 sums = {"reads": (weight, gradient, inputs, saved)}
             computed.append(op(OpKind.BACKWARD, device, Stream.COMPUTE, sample, frees=(inputs, saved), **sums))
     return Program(
-        minibatch_size=num_devices * _MICROBATCHES * MICROBATCH,
+        minibatch_size=num_devices * _MICROBATCHES * num_samples,
         num_layers=2,
         budgets=(_BUDGET,) * num_devices,
         blocks=tuple(blocks),

@@ -15,7 +15,7 @@ from harmony_lab.profiler.bench import Bench, Seconds, Weight
 from harmony_lab.profiler.cache import CostCache, Key, Numbers, layer_key, update_key
 from harmony_lab.profiler.compiling import compiled_in
 from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of
-from harmony_lab.profiler.emulation import MICROBATCH, emulation_of
+from harmony_lab.profiler.emulation import emulation_of
 from harmony_lab.profiler.gauges import Target
 from harmony_lab.profiler.precision import in_precision
 from harmony_lab.profiler.steps import ProgressCallback, Steps
@@ -24,6 +24,8 @@ from harmony_lab.runtime.failures import clear_frames
 from harmony_lab.runtime.optimizer import PackOptimizer
 
 __all__ = ["profile"]
+
+_TRIALS_OF_KERNELS = 15  # of microseconds to a millisecond
 
 
 def profile(
@@ -211,10 +213,10 @@ class _Measurement:
         )
 
 
-def _costs_of(layers: LayerSequence, machine: Machine) -> Profile:
+def _costs_of(layers: LayerSequence, machine: Machine, num_samples: int) -> Profile:
     """What layers take by themselves, for ``emulation_of``."""
-    sizes, target = Sizes.of((MICROBATCH,), MICROBATCH), Target.of(machine.devices[0])
-    return _Measurement(layers, machine, target, None, sizes, 5, False, None, emulates=False).profile()
+    sizes, target = Sizes.of((num_samples,), num_samples), Target.of(machine.devices[0])
+    return _Measurement(layers, machine, target, None, sizes, _TRIALS_OF_KERNELS, False, None, emulates=False).profile()
 
 
 def _read(known: Numbers) -> tuple[Seconds | None, Weight, float | None]:

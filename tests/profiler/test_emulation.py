@@ -62,7 +62,7 @@ def test_real_devices_are_simulated_without() -> None:
 
 
 def test_several_devices_are_slowed_until_the_simulator_agrees() -> None:
-    traces, costs = emulation._run(2, _costs_of)
+    traces, costs = emulation._run(2, emulation._USUAL, _costs_of)
     machine = traces[0].machine
     slowed = EMULATION._replace(compute_s=3 * EMULATION.compute_s, transfer_s=3 * EMULATION.transfer_s)
     as_if_measured = run(traces[0].program, replace(costs, emulation=slowed), machine)
