@@ -2,9 +2,13 @@
 
 import os
 
+import hypothesis
 import pytest
 
 from harmony_lab.compiled import folder
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is no test
+hypothesis.settings.load_profile("untimed")
 
 _LONG = (
     "test_zoo",
