@@ -288,7 +288,7 @@ def _bench_notebook(options: argparse.Namespace, console: Console) -> int:
     with bar(console, "notebook") as move:
         found = bench_notebook(lab, progress=move)
     for name, value in found.items():
-        console.print(f"{name}: {value:,}")
+        console.print(f"{name}: {value if isinstance(value, dict) else format(value, ',')}")
     if options.json:
         to_json(found, options.json)
     return 0

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from figures.pipelines import pipeline_trace
 
+from harmony_lab.bench import notebook
 from harmony_lab.bench.notebook import bench_notebook, repeated
+from harmony_lab.cli import main
 
 
 def test_the_dashboard_stays_within_its_budgets(lab):
@@ -31,3 +33,15 @@ def test_repeated_iterations_follow_each_other():
     assert many.swap_bytes == 3 * trace.swap_bytes
     assert np.all(np.diff(many.memory[0].times_s) >= 0)
     assert many.peak_bytes == trace.peak_bytes
+
+
+def test_the_command_prints_what_was_found_by_tab_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"open_bytes": 1_800_000, "knob_ms_by_tab": {"Links": 12.5}}
+    monkeypatch.setattr(notebook, "gpt2_xl_lab", lambda layers: None)
+    monkeypatch.setattr(notebook, "bench_notebook", lambda lab, progress: found)
+    assert main(["bench", "notebook"]) == 0
+    out = capsys.readouterr().out
+    assert "open_bytes: 1,800,000" in out
+    assert "Links" in out
