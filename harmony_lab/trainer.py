@@ -126,9 +126,7 @@ class Trainer:
             evaluation=self._evaluation,
             lower_for_several=self._lowered_for_several,
         )
-        if type(optimizer).__name__ in _FUSABLE and not all(group.get("fused") for group in optimizer.param_groups):
-            name = type(optimizer).__name__
-            self.notes += (f"on the host, {name} updates several times as fast when it is made with fused=True",)
+        self.notes += _suggestions(optimizer)
 
     def step(self, batch: Any) -> float:
         """One iteration on a minibatch as the model takes it: forward, backward, update.  Returns the minibatch's loss.
@@ -324,6 +322,13 @@ class Trainer:
             return lowered
 
         return Evaluation(layers, program)
+
+
+def _suggestions(optimizer: "Optimizer") -> tuple[str, ...]:
+    name = type(optimizer).__name__
+    if name not in _FUSABLE or all(group.get("fused") for group in optimizer.param_groups):
+        return ()
+    return (f"on the host, {name} updates several times as fast when it is made with fused=True",)
 
 
 def _sizes_to_measure(plan: Plan, layers: LayerSequence) -> list[int]:

@@ -36,7 +36,8 @@ def test_a_row_sets_our_plan_beside_the_references(folder: Path) -> None:
     assert row["reference_search_s"] == 0.5
     assert row["lower_bound_s"] <= row["makespan_s"] <= row["reference_plan_makespan_s"]
     assert row["makespan_all_switches_s"] <= row["makespan_s"]
-    assert [pack for packs in (row["backward_packs"],) for pack in packs][-1][1] == 6
+    assert row["backward_packs"][0][0] == 0
+    assert row["backward_packs"][-1][1] == 6
 
 
 def test_the_command_writes_json_also_where_no_search_took_a_second(
