@@ -1,5 +1,6 @@
 """The knobs as controls with what each does, the packs' cuts, and the plan's text form, which can be edited."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,8 +62,8 @@ class KnobCalls(NamedTuple):
 class KnobPanel:
     """Controls that show a plan; ``view`` for the side, ``strip_view`` for below the candidates.
 
-    A control that is set to what ``_shown`` says already was set by ``show``: only other values are the user's.
-    What was refused stays visible, with the reason, until the next turn is taken or ``restore`` is called.
+    A value that ``show`` sets is not the user's, nor one that a control takes by itself meanwhile, as where its choices
+    or its range change: those arrive on the thread that shows.  What was refused stays visible, with the reason, until the next turn is taken or ``restore`` is called.
     """
 
     def __init__(self, calls: KnobCalls) -> None:
@@ -71,6 +72,7 @@ class KnobPanel:
         self._plan: Plan | None = None
         self._texts: dict[str, str] = {}  # what text fields were set to
         self._profile: Profile | None = None
+        self._shower: int | None = None  # the thread that sets controls
         self.refused = False
         """Whether something is visible that the plan at hand is not."""
         self.controls = _controls()
@@ -104,8 +106,14 @@ class KnobPanel:
     def show(self, plan: Plan, profile: Profile) -> None:
         """Set every control to that plan; calls nobody back."""
         self._profile, self._plan, self.refused = profile, plan, False
-        knobs = Knobs.of(plan)
-        self._shown = knobs
+        self._shown = Knobs.of(plan)
+        self._shower = threading.get_ident()
+        try:
+            self._set(self._shown, plan, profile)
+        finally:
+            self._shower = None
+
+    def _set(self, knobs: Knobs, plan: Plan, profile: Profile) -> None:
         for name in ("forward_microbatch_size", "backward_microbatch_size"):
             control = self.controls[name]
             choices = microbatch_choices(profile, plan.minibatch_size, getattr(knobs, name))
@@ -120,8 +128,8 @@ class KnobPanel:
         self.controls["num_kept_packs"].max = len(plan.resident_packs) if possible.kept_packs else 0
         self.controls["num_device_updates"].max = max(len(updatable(plan, profile)), knobs.num_device_updates)
         for name, control in self.controls.items():
-            value = getattr(knobs, name)
-            control.value = devices_text(value) if name == "devices" else value
+            shown = getattr(knobs, name)
+            control.value = devices_text(shown) if name == "devices" else shown
         self._texts = {
             "plan": str(plan),
             "forward": cuts_text(cuts_of(plan.forward_packs)),
@@ -166,7 +174,7 @@ class KnobPanel:
     # -- what the user does ---------------------------------------------------------------------------------------
 
     def _turned(self, name: str, value: Any) -> None:
-        if self._shown is None:
+        if self._shown is None or threading.get_ident() == self._shower:
             return
         if name == "devices":
             try:

@@ -126,6 +126,17 @@ def test_minibatch_and_order_of_devices_are_knobs(dashboard):
     assert "like &#x27;0, 1&#x27;" in dashboard.knobs.message.value
 
 
+def test_a_knob_whose_turn_changes_the_choices_of_others_is_one_turn(dashboard):
+    events: list[str] = []
+    dashboard.lab.subscribe(events.append)
+    sizes = dashboard.knobs.controls["forward_microbatch_size"].options
+    dashboard.knobs.controls["minibatch_size"].value = 2
+    settled(dashboard)
+    assert dashboard.knobs.controls["forward_microbatch_size"].options != sizes
+    assert settled(dashboard).forward_microbatch_size == 2
+    assert events.count("plan") == 1
+
+
 @pytest.mark.parametrize("name", ["my plan.txt", "plan.json"])
 def test_a_plan_is_saved_and_loaded(dashboard, tmp_path, name):
     kept = dashboard.lab.plan
