@@ -63,7 +63,8 @@ class KnobPanel:
     """Controls that show a plan; ``view`` for the side, ``strip_view`` for below the candidates.
 
     A value that ``show`` sets is not the user's, nor one that a control takes by itself meanwhile, as where its choices
-    or its range change: those arrive on the thread that shows.  What was refused stays visible, with the reason, until the next turn is taken or ``restore`` is called.
+    or its range change: those arrive on the thread that shows.  What was refused stays visible, with the reason, until
+    the next turn is taken or ``restore`` is called.
     """
 
     def __init__(self, calls: KnobCalls) -> None:
