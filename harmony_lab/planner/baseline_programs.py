@@ -102,7 +102,7 @@ def in_memory_program(
 def streaming_program(tables: LayerTables, machine: Machine, minibatch_size: int, size: int) -> Program | Needs:
     """The order of ZeRO-Infinity: layers' inputs stay on the device where they fit, the next layer is fetched ahead
     where that fits.  Where devices reach each other, weights and gradients cross the host's link once for all."""
-    through_peers = machine.peer_transfers and machine.num_devices > 1
+    through_peers = machine.all_reach and machine.num_devices > 1
     parts = Microbatches(_shares(minibatch_size, machine.num_devices), size)
     num_ops = 2 * len(tables.profile) * parts.count * machine.num_devices
     for stashes, prefetches in ((False, True), (True, True), (True, False)):

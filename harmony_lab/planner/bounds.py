@@ -5,7 +5,7 @@ from collections.abc import Collection
 import numpy as np
 
 from harmony_lab.compiled import Floats, Ints, compiled
-from harmony_lab.machine import HOST, Backend, Direction, Machine
+from harmony_lab.machine import HOST, HOST_MEMORY, Backend, Direction, Machine
 from harmony_lab.plan import Mode, Pack, Plan, microbatches
 from harmony_lab.planner.compose import stages
 from harmony_lab.planner.pack import PackCosts
@@ -14,8 +14,8 @@ __all__ = ["candidate_bound", "problem_bound"]
 
 
 def candidate_bound(plan: Plan, costs: PackCosts, machine: Machine) -> float:
-    """No simulation of that plan ends earlier: each device's computing, each link's weights and gradients, the
-    updates."""
+    """No simulation of that plan ends earlier: each device's computing, each link's weights and gradients, both in the
+    host's memory, the updates."""
     computing = dict.fromkeys(plan.devices, 0.0)
     swapped_in = dict.fromkeys(plan.devices, 0)
     for stage in stages(plan, costs.profile):
@@ -34,6 +34,7 @@ def candidate_bound(plan: Plan, costs: PackCosts, machine: Machine) -> float:
         _cores_bound(sum(computing.values()), machine),
         _down_bound(swapped_in, machine),
         swapped_out / _rate_up(machine),
+        (sum(swapped_in.values()) + swapped_out) / machine.capacities.get(HOST_MEMORY, np.inf),
         _update_seconds(costs, on_devices),
     )
 
@@ -79,6 +80,7 @@ def problem_bound(
         _cores_bound(total, machine),
         costs.weight_bytes(0, count) / _rate_down(machine),
         costs.gradient_bytes(0, count) / _rate_up(machine),
+        (costs.weight_bytes(0, count) + costs.gradient_bytes(0, count)) / machine.capacities.get(HOST_MEMORY, np.inf),
         _least_host_update_s(costs, machine) if device_updates else _update_seconds(costs),
     )
     if not overlapping and modes and not profile.first_trainable_layer:
@@ -100,7 +102,7 @@ def _serial_bound(costs: PackCosts, machine: Machine, minibatch_size: int, mode:
     up = max(_alone(machine, device, HOST) for device in range(devices))
     pairs = [(a, b) for a in range(devices) for b in range(devices) if a != b]
     peer = max((_alone(machine, *pair) for pair in pairs), default=np.inf)
-    reduces = peers_only and machine.peer_transfers
+    reduces = peers_only and machine.all_reach
     if not reduces:
         peer = max(peer, down)
     release_s = min(device.release_s for device in machine.devices)
@@ -197,8 +199,9 @@ def _rate_up(machine: Machine) -> float:
 
 
 def _root_rate(machine: Machine, direction: Direction) -> float:
-    roots = {
-        (machine.route(HOST, device) if direction is Direction.DOWN else machine.route(device, HOST)[::-1])[0]
+    routes = [
+        machine.route(HOST, device) if direction is Direction.DOWN else machine.route(device, HOST)[::-1]
         for device in range(machine.num_devices)
-    }
+    ]
+    roots = {next(hop for hop in route if hop.direction is direction) for route in routes}
     return sum(machine.capacities[hop] for hop in roots)

@@ -4,26 +4,31 @@ In three steps: many combinations of microbatch sizes and numbers of packs are f
 equal time; then all of forward's for the best of backward's; then edges of the best are moved layer by layer.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from harmony_lab.compiled import Ints
+from harmony_lab.compiled import Floats, Ints
 from harmony_lab.machine import HOST, Hop, Machine
 from harmony_lab.plan import Mode, Pack, Plan
-from harmony_lab.planner.outlook import Setting, Sized, cut, forecast, refine, slide, survey
+from harmony_lab.planner.outlook import Setting, Sized, forecast
 from harmony_lab.planner.pack import PackCosts
+from harmony_lab.planner.partition import cut
 from harmony_lab.planner.result import Rejected
+from harmony_lab.planner.survey import cut_backward, refine, slide, survey
 from harmony_lab.units import format_bytes
 
 __all__ = ["Candidates", "Tuple4", "microbatch_sizes"]
 
 _MORE_PACKS = 7  # numbers of packs looked at above the least that fits, beside two rounds of the devices
+_MANY_PACKS, _SPARSE = 4, 8  # times the least at most, in steps of an eighth
 _PROMISING, _FEW_PAIRS = 8, 24  # of backward's, those for which all of forward's are looked at; all if no more than few
 _ALL_SIZES = 6  # so few sizes are all looked at, else only those that cut the minibatch evenly
 _REFINED, _REFINED_MORE = 20, 3  # candidates whose edges are moved a little, and more
+_ALIKE = 4  # of these, at most, with the same backward packs
 _STEPS, _MORE_STEPS = 30_000, 120_000  # microbatches of packs in forecasts, to move one candidate's edges
 _LEAST_TRIES = 20
 
@@ -62,6 +67,10 @@ def microbatch_sizes(costs: PackCosts, shares: set[int], *, largest: int) -> lis
         return usable
     even = {-(-most // count) for count in range(1, most + 1)} | {min(most, largest)}
     return [size for size in usable if size in even] or usable
+
+
+Row = tuple[int, int, int, int, bool]
+"""Places of sizes and numbers of packs, forward and backward; whether the last pack is as large as fits."""
 
 
 class Candidates:
@@ -105,28 +114,31 @@ class Candidates:
     def setting(self) -> Setting:
         machine, count = self.machine, self.machine.num_devices
         is_pp = self.mode is Mode.PP
+        down, up = _host_rates(machine)
+        peer = _peer_rates(machine, down, up)
+        reach = any(machine.reaches(*pair) for pair in _ring(count)) if is_pp else machine.all_reach
         return Setting(
             chain=count if is_pp else 1,
             replicas=1 if is_pp else count,
             share=max(self.shares),
             prefetch=self.prefetch,
-            peers=int(self.peers and machine.peer_transfers),
+            peers=int(self.peers and reach),
             budget_bytes=self.budget_bytes,
-            down=_rate(machine, [(HOST, device) for device in range(count)]),
-            up=_rate(machine, [(device, HOST) for device in range(count)]),
-            peer=_rate(machine, [(device, (device + 1) % count) for device in range(count)]) if count > 1 else 1.0,
+            down=down,
+            up=up,
+            peer=peer if is_pp else peer.min(keepdims=True),
             release_s=max(device.release_s for device in machine.devices),
         )
 
     def best(self, count: int) -> list[Tuple4]:
         """The most promising, best first, ``count`` at most: of more than that only the best few are worked out."""
         coarse = self._forecasts(self._coarse())
-        pairs = list(dict.fromkeys((row[2], row[3]) for _, row in coarse))
+        pairs = list(dict.fromkeys(row[2:] for _, row in coarse))
         promising = pairs if len(pairs) <= _FEW_PAIRS else pairs[:_PROMISING]
         rows = {row: seconds for seconds, row in coarse}
         rows |= {row: seconds for seconds, row in self._forecasts([r for pair in promising for r in self._fine(*pair)])}
         ordered = sorted(rows, key=lambda row: rows[row])
-        moved = sorted(self._refined(row) for row in ordered[:_REFINED])
+        moved = sorted(self._refined(row) for row in _diverse(ordered, _REFINED, _ALIKE))
         best = [self._moved(four, _MORE_STEPS) for four in moved[:_REFINED_MORE]]
         few = ordered[: count if len(ordered) <= count else _REFINED]
         others = [self._balanced(row, rows[row]) for row in few]
@@ -138,11 +150,11 @@ class Candidates:
         num_layers = len(self.costs.profile)
         for size in self.backward_sizes:
             z = self._sizes.index(size)
-            seconds, reach = self.tables.recompute_s[z] + self.tables.backward_s[z], self.tables.backward_reach[z]
+            seconds, reach = self.tables.both_s[z], self.tables.backward_reach[z]
             for packs in self._counts(max(2, least_packs(reach, num_layers)), num_layers):
                 edges = np.zeros(packs + 1, dtype=np.int64)
                 if cut(seconds, reach, 0, num_layers, packs, edges):
-                    takes_s = forecast(self.tables, self.setting, edges[:-1], z, edges, z, self._rests)
+                    takes_s = forecast(self.tables, self.setting, edges[:-1], z, edges, z, self._rests, np.inf)
                     both = tuple(edges.tolist())
                     found.append(Tuple4(takes_s, size, both[:-1], size, both))
         return sorted(found)
@@ -173,7 +185,7 @@ class Candidates:
 
     # -- combinations -------------------------------------------------------------------------------------------------
 
-    def _coarse(self) -> list[tuple[int, int, int, int]]:
+    def _coarse(self) -> list[Row]:
         rows = []
         num_layers = len(self.costs.profile)
         for size in self.backward_sizes:
@@ -181,36 +193,47 @@ class Candidates:
             least = least_packs(self.tables.backward_reach[z], num_layers)
             for packs in self._counts(least, num_layers):
                 if packs == 1:
-                    rows.append((z, 0, z, 1))
+                    rows.append((z, 0, z, 1, False))
                     continue
                 for forward in {size} if self.equal_sizes else {size, min(2 * size, self.forward_sizes[-1])}:
                     if forward in self.forward_sizes:
                         y = self._sizes.index(forward)
                         few = self._least_forward(y, packs)
-                        rows += [(y, n, z, packs) for n in range(few, few + self.setting.chain + 2)]
+                        rows += [(y, n, z, packs, False) for n in range(few, few + self.setting.chain + 2)]
+                        rows += [(y, n, z, packs, True) for n in range(1, self.setting.chain + 1)]
+                        if self.prefetch and packs - 1 >= few + self.setting.chain + 2:  # about as large as backward's
+                            rows += [(y, packs - 1, z, packs, False)]
         return rows
 
-    def _fine(self, backward_z: int, packs: int) -> Iterator[tuple[int, int, int, int]]:
+    def _fine(self, backward_z: int, packs: int, has_large: bool) -> Iterator[Row]:
         if packs == 1:
             return
         num_layers = len(self.costs.profile)
         sizes = [self._sizes[backward_z]] if self.equal_sizes else self.forward_sizes
         for size in sizes:
             z = self._sizes.index(size)
-            for count in self._counts(self._least_forward(z, packs), num_layers - 1):
-                yield z, count, backward_z, packs
+            least = 1 if has_large else self._least_forward(z, packs)
+            for count in self._counts(least, num_layers - 1):
+                yield z, count, backward_z, packs, has_large
 
     def _least_forward(self, z: int, backward_packs: int) -> int:
         """About how many forward packs there must be: where the last backward pack begins is not known yet."""
         num_layers = len(self.costs.profile)
         return max(1, least_packs(self.tables.forward_reach[z], num_layers - num_layers // backward_packs) - 2)
 
-    def _counts(self, least: int, most: int) -> range:
-        return range(least, min(most, least + 2 * self.setting.chain + _MORE_PACKS) + 1)
+    def _counts(self, least: int, most: int) -> list[int]:
+        """Numbers of packs to look at: all above the least for a while; where packs are fetched ahead, which takes room
+        for two, some up to several times as many."""
+        last = min(most, least + 2 * self.setting.chain + _MORE_PACKS)
+        counts = list(range(least, last + 1))
+        if self.prefetch:
+            while (last := last + max(1, last // _SPARSE)) <= min(most, _MANY_PACKS * least):
+                counts.append(last)
+        return counts
 
-    def _forecasts(self, rows: Sequence[tuple[int, int, int, int]]) -> list[tuple[float, tuple[int, int, int, int]]]:
+    def _forecasts(self, rows: Sequence[Row]) -> list[tuple[float, Row]]:
         self.num_looked_at += len(rows)
-        wanted = np.array(rows, dtype=np.int64).reshape(-1, 4)
+        wanted = np.array(rows, dtype=np.int64).reshape(-1, 5)
         seconds = np.empty(len(rows))
         survey(self.tables, self.setting, self._rests, wanted, seconds)
         return sorted((s, row) for s, row in zip(seconds.tolist(), rows, strict=True) if s < np.inf)
@@ -221,22 +244,21 @@ class Candidates:
         rests = [share % size or size for size in known]
         return np.array([known.index(rest) if rest in known else z for z, rest in enumerate(rests)])
 
-    def _balanced(self, row: tuple[int, int, int, int], seconds: float) -> Tuple4:
+    def _balanced(self, row: Row, seconds: float) -> Tuple4:
         """The candidate with packs of equal times."""
-        y, num_forward, z, num_backward = row
+        y, num_forward, z, num_backward, has_large = row
         tables = self.tables
         forward, backward = np.zeros(num_forward + 1, dtype=np.int64), np.zeros(num_backward + 1, dtype=np.int64)
-        both = tables.recompute_s[z] + tables.backward_s[z]
-        cut(both, tables.backward_reach[z], 0, len(self.costs.profile), num_backward, backward)
+        cut_backward(tables, z, num_backward, has_large, backward)
         if num_forward:
             cut(tables.forward_s[y], tables.forward_reach[y], 0, int(backward[-2]), num_forward, forward)
         sizes = self._sizes
         return Tuple4(seconds, sizes[y], tuple(forward.tolist()), sizes[z], tuple(backward.tolist()))
 
-    def _refined(self, row: tuple[int, int, int, int]) -> Tuple4:
+    def _refined(self, row: Row) -> Tuple4:
         """The candidate with its last pack moved, and then all edges a little."""
         balanced = self._balanced(row, np.inf)
-        y, num_forward, z, _ = row
+        y, num_forward, z, _, _ = row
         forward, backward = np.array(balanced.forward_edges), np.array(balanced.backward_edges)
         if num_forward:
             slide(
@@ -286,6 +308,19 @@ class Candidates:
         )
 
 
+def _diverse(ordered: Sequence[Row], count: int, alike: int) -> list[Row]:
+    """The first ``count`` of which no more than ``alike`` have the same backward packs."""
+    chosen: list[Row] = []
+    having: Counter[tuple[int, int, bool]] = Counter()
+    for row in ordered:
+        having[row[2:]] += 1
+        if having[row[2:]] <= alike:
+            chosen.append(row)
+            if len(chosen) == count:
+                break
+    return chosen
+
+
 def least_packs(reach: Ints, stop: int) -> int:
     """How many packs layers [0, stop) need at least; ``stop`` where they do not fit at all."""
     count = edge = 0
@@ -323,6 +358,7 @@ def sized(costs: PackCosts, sizes: Sequence[int], budget_bytes: int) -> Sized:
         forward_s=forward_s,
         recompute_s=recompute_s,
         backward_s=backward_s,
+        both_s=recompute_s + backward_s,
         value_bytes=values,
         gradient_bytes=gradients,
         forward_need=needs[0],
@@ -335,11 +371,42 @@ def sized(costs: PackCosts, sizes: Sequence[int], budget_bytes: int) -> Sized:
     )
 
 
-def _rate(machine: Machine, ends: Sequence[tuple[int, int]]) -> float:
+def _ring(count: int) -> list[tuple[int, int]]:
+    """Who sends to each device, as packs go round."""
+    return [((device - 1) % count, device) for device in range(count)]
+
+
+def _host_rates(machine: Machine) -> tuple[float, float]:
+    """What each device gets from and to the host when all go on at once.
+
+    Of the host's memory two thirds are taken to be read: weights travel twice where gradients travel once.
+    """
+    devices = range(machine.num_devices)
+    down = _rates(machine, [(HOST, device) for device in devices]).min()
+    up = _rates(machine, [(device, HOST) for device in devices]).min()
+    if machine.host.memory_bytes_per_s is not None:
+        memory = machine.host.memory_bytes_per_s / machine.num_devices
+        down = min(down, max(memory * 2 / 3, memory - up))
+        up = min(up, max(memory / 3, memory - down))
+    return float(down), float(up)
+
+
+def _peer_rates(machine: Machine, down: float, up: float) -> Floats:
+    """What each device gets from the one before when all go on at once; through the host, where it does not reach it,
+    one way after the other."""
+    pairs = _ring(machine.num_devices)
+    direct = [pair for pair in pairs if machine.reaches(*pair)]
+    rates = np.full(len(pairs), 1 / (1 / down + 1 / up))
+    if machine.num_devices > 1:
+        rates[[device for _, device in direct]] = _rates(machine, direct)
+    return rates
+
+
+def _rates(machine: Machine, ends: Sequence[tuple[int, int]]) -> Floats:
     """What each of these transfers gets when all go on at once, by equal shares of every link."""
     users: dict[Hop, int] = {}
     routes = [machine.route(*pair) for pair in ends]
     for route in routes:
         for hop in route:
             users[hop] = users.get(hop, 0) + 1
-    return min(machine.capacities[hop] / users[hop] for route in routes for hop in route)
+    return np.array([min(machine.capacities[hop] / users[hop] for hop in route) for route in routes])

@@ -29,6 +29,7 @@ from harmony_lab.planner.chain_tables import (
     PRODUCER,
     RECOMPUTE_WORKSPACE,
     SAVED_BYTES,
+    SENDS_ON,
     STAGE_START,
     STAGE_STOP,
     TASK_DEVICE,
@@ -83,7 +84,7 @@ def chain(plan: Plan, profile: Profile, machine: Machine, costs: PackCosts, *, e
     used = [np.unique(units.size[task_stage[units.task] == number]).tolist() for number in range(len(run))]
     seconds = _unit_seconds(run, units, used, task_stage, costs)
     most_units = int(np.bincount(task_stage[units.task]).max())
-    peers = int(plan.peer_transfers and machine.peer_transfers)
+    peers = int(plan.peer_transfers and machine.all_reach)
     stage_table, keeps, users = _by_stage(plan, profile, run, costs)
     if evaluating:
         stage_table[:, UPDATES_BUFFERS] = 0
@@ -92,7 +93,13 @@ def chain(plan: Plan, profile: Profile, machine: Machine, costs: PackCosts, *, e
         stages=stage_table,
         tasks=_table(
             "tasks",
-            {TASK_STAGE: task_stage, TASK_DEVICE: task_device, UNIT_END: units.task_end, NEXT_TASK: _next(task_device)},
+            {
+                TASK_STAGE: task_stage,
+                TASK_DEVICE: task_device,
+                UNIT_END: units.task_end,
+                NEXT_TASK: _next(task_device),
+                SENDS_ON: peers if machine.all_reach else _sends_on(plan, run, machine),
+            },
         ),
         units=_table(
             "units",
@@ -135,6 +142,15 @@ def _units(run: Sequence[Stage]) -> _Units:
     return _Units(
         np.repeat(np.arange(len(counts)), counts), first, last, size, np.cumsum(counts), tuple(sizes.tolist())
     )
+
+
+def _sends_on(plan: Plan, run: Sequence[Stage], machine: Machine) -> list[bool]:
+    """Whether each task's device copies to the one that runs the next stage without the host."""
+    return [
+        plan.peer_transfers and any(machine.reaches(device, other) for other in following.devices)
+        for stage, following in zip(run, (*run[1:], run[-1]), strict=True)
+        for device in stage.devices
+    ]
 
 
 def _next(task_device: Ints) -> Ints:

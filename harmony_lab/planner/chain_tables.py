@@ -54,6 +54,7 @@ __all__ = [
     "REDUCED",
     "SAVED_BYTES",
     "SAVED_HERE",
+    "SENDS_ON",
     "SENT",
     "STAGE_START",
     "STAGE_STOP",
@@ -98,8 +99,8 @@ STAGE_START, STAGE_STOP, IS_BACKWARD, IS_FUSED, WEIGHT_BYTES, BUFFER_BYTES, GRAD
 UPDATES_BUFFERS, TASK_END, KEEPS_END, TWIN, IS_KEPT, USERS_END = 7, 8, 9, 10, 11, 12
 UPDATES_HERE, OPTIMIZER_BYTES, UPDATE_WORKSPACE, NUM_COMPLETE, HOST_ORDER, STATE_OPTIMIZER = 13, 14, 15, 16, 17, 18
 UPDATED = 19
-TASK_STAGE, TASK_DEVICE, UNIT_END, NEXT_TASK, NO_PREFETCH = 0, 1, 2, 3, 4  # of tasks
-FETCHED, STATE_WEIGHT, STATE_BUFFER, STATE_GRADIENT, LAST_BACKWARD = 5, 6, 7, 8, 9
+TASK_STAGE, TASK_DEVICE, UNIT_END, NEXT_TASK, NO_PREFETCH, SENDS_ON = 0, 1, 2, 3, 4, 5  # of tasks
+FETCHED, STATE_WEIGHT, STATE_BUFFER, STATE_GRADIENT, LAST_BACKWARD = 6, 7, 8, 9, 10
 UNIT_TASK, UNIT_FIRST, UNIT_LAST, UNIT_SIZE = 0, 1, 2, 3  # of units
 OFFERED, SENT, VALUE_HERE, GRADIENT_HERE, GRADIENT_ON_HOST, SAVED_HERE, INPUT_HERE = 4, 5, 6, 7, 8, 9, 10
 BATCH_BYTES, FORWARD_WORKSPACE, SAVED_BYTES, RECOMPUTE_WORKSPACE, BACKWARD_WORKSPACE = 0, 1, 2, 3, 4  # of cells
@@ -114,7 +115,7 @@ COMPUTED, COMPUTED_BEFORE, OUT, OUT_BEFORE, GRADIENT_OUT, GRADIENT_OUT_BEFORE = 
     5,
 )  # of devices: newest ops
 REDUCED, CURRENT, BUFFERS_OUT = 6, 7, 8
-NUM_COLUMNS = {"stages": 20, "tasks": 10, "units": 11, "cells": 5, "values": 2, "boundaries": 4, "devices": 9}
+NUM_COLUMNS = {"stages": 20, "tasks": 11, "units": 11, "cells": 5, "values": 2, "boundaries": 4, "devices": 9}
 
 
 class Chain(NamedTuple):
@@ -127,7 +128,8 @@ class Chain(NamedTuple):
     ``users`` (stages whose update needs a stage's gradients).  ``TWIN``: of a backward stage, the forward stage of the
     same pack whose weights stay, and the other way round.  ``IS_KEPT``: its forward keeps what backward needs.
     ``UPDATES_HERE``: of a backward stage, a device updates its weights, with an optimizer's state that stays there.
-    ``UPDATED``: the host's op that does.  Of boundaries: whether the host (``IS_STASHED``) or the device
+    ``UPDATED``: the host's op that does.  ``PEERS``: all devices copy to each other without the host; ``SENDS_ON``: a
+    task's to the one that runs the next stage.  Of boundaries: whether the host (``IS_STASHED``) or the device
     (``ON_DEVICE``) keeps its values for backward, the forward stage that computes them, the backward stage that starts
     there.
     """

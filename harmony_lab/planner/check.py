@@ -24,8 +24,9 @@ _SHOWN = 20  # violations beyond these say nothing new
 
 def check(program: Program) -> None:
     """Raise ``ProgramError`` unless every block is written before it is read and freed once, every transfer is matched,
-    updates come after every read of the weights they change, what a device changes is not lost, no device's budget can
-    be exceeded by any interleaving, what is resident is so in the end, and no op waits for a later one.
+    updates come after every read of the weights they change, or before all of them, what a device changes is not lost,
+    no device's budget can be exceeded by any interleaving, what is resident is so in the end, and no op waits for a
+    later one.
     """
     violations = list(_edges(program))
     if not violations:  # the rest needs a well-formed graph
@@ -88,9 +89,10 @@ def _blocks(program: Program, order: Order) -> Iterator[str]:
     for block in np.flatnonzero(good & (freed > 1)).tolist():
         names = " and by ".join(op_name(program, op) for op in frees.of_block(block))
         yield f"{what(block)} is freed twice: by {names}"
-    left, gone = _left(program, np.flatnonzero(good & (freed == 0) & (columns.device != HOST)))
+    left, gone = _left(program, np.flatnonzero(good & (freed == 0)))
     for block in left:
-        yield f"{what(block)} is never freed; {op_name(program, int(writer[block]))} allocates it"
+        if columns.device[block] != HOST:
+            yield f"{what(block)} is never freed; {op_name(program, int(writer[block]))} allocates it"
     for block in gone:
         yield f"{what(block)} is resident, but in the end there is none"
     freer = np.zeros(count, dtype=np.int64)
@@ -250,14 +252,16 @@ def _covered(blocks: BlockColumns, pieces: Ints, target: Int) -> Bool:
 
 
 def _updates(program: Program, order: Order) -> Iterator[str]:
-    """Weights on the host may change only after their last swap-in."""
+    """Weights on the host may change only after their last swap-in, or all of them before their first, for what the
+    iteration before has left to update."""
     ops = program.op_columns
     writes, _, _ = all_uses(program)
     readers = np.unique(writes.op[program.block_columns.kind[writes.block] == _WEIGHT])
     readers = readers[ops.kind[readers] == _SWAP_IN]
     updates = np.flatnonzero((ops.kind == OP_CODES[OpKind.UPDATE]) & (ops.device == HOST))
     overlap = (ops.start[readers] < ops.stop[updates][:, None]) & (ops.start[updates][:, None] < ops.stop[readers])
-    wrong = overlap & ~order.precedes(readers[None, :], updates[:, None])
+    precede = (~overlap | order.precedes(updates[:, None], readers[None, :])).all(axis=1)
+    wrong = overlap & ~order.precedes(readers[None, :], updates[:, None]) & ~precede[:, None]
     for update, reader in zip(*np.nonzero(wrong), strict=True):
         late, early = op_name(program, int(updates[update])), op_name(program, int(readers[reader]))
         yield f"{late} may change weights that {early} still reads"

@@ -108,7 +108,7 @@ def updatable(plan: Plan, profile: Profile, machine: Machine | None = None) -> t
 
 def _not_updatable(pack: Pack, plan: Plan, profile: Profile, machine: Machine | None) -> str:
     """Why no device can update that pack, as its gradients are complete on the host only; empty where one can."""
-    peers = plan.peer_transfers and (machine is None or machine.peer_transfers)
+    peers = plan.peer_transfers and (machine is None or machine.all_reach)
     if plan.mode is Mode.DP and plan.num_devices > 1 and not peers:
         return "cannot be updated on a device in dp without peer transfers: its gradients meet on the host"
     inside = range(*pack)

@@ -10,7 +10,7 @@ import numpy as np
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError, PlanError
-from harmony_lab.machine import HOST, Direction, Machine
+from harmony_lab.machine import HOST, HOST_MEMORY, Direction, Hop, Machine
 from harmony_lab.plan import Mode, Pack, Plan
 from harmony_lab.planner.baselines import baselines
 from harmony_lab.planner.check import peak_bytes
@@ -75,8 +75,18 @@ def _busiest_link(trace: Trace) -> tuple[str, float]:
     for (hop, _), num_bytes in trace.link_bytes.items():
         moved[hop] += num_bytes
     hop = max(moved, key=lambda hop: moved[hop] / capacities[hop])
-    way = "to the devices" if hop.direction is Direction.DOWN else "from the devices"
-    return f"link {hop.link} {way}", moved[hop] / capacities[hop] / trace.makespan_s if trace.makespan_s else 0.0
+    share = moved[hop] / capacities[hop] / trace.makespan_s if trace.makespan_s else 0.0
+    return _hop_words(hop, trace.machine), share
+
+
+def _hop_words(hop: Hop, machine: Machine) -> str:
+    if hop == HOST_MEMORY:
+        return "host memory"
+    down = hop.direction is Direction.DOWN
+    for bridge in machine.bridges:
+        if bridge.name == hop.link:
+            return f"bridge {hop.link} to {bridge.second if down else bridge.first}"
+    return f"link {hop.link} {'to' if down else 'from'} the devices"
 
 
 def _at_peak(plan: Plan, trace: Trace, device: int) -> str:
@@ -136,7 +146,10 @@ def _seconds(plan: Plan, profile: Profile, machine: Machine, costs: PackCosts) -
 def _changes(plan: Plan, profile: Profile, machine: Machine) -> Iterator[tuple[str, Plan, Profile, Machine]]:
     links = tuple(replace(link, bytes_per_s=2 * link.bytes_per_s) for link in machine.links)
     yield "links twice as fast", plan, profile, replace(machine, links=links)
-    if machine.num_devices > 1 and not machine.peer_transfers:
+    if machine.host.memory_bytes_per_s is not None:
+        host = replace(machine.host, memory_bytes_per_s=2 * machine.host.memory_bytes_per_s)
+        yield "host memory twice as fast", plan, profile, replace(machine, host=host)
+    if machine.num_devices > 1 and not machine.all_reach:
         direct = replace(machine, peer_transfers=True)
         yield "copies between devices without the host", plan.with_(peer_transfers=True), profile, direct
     yield "devices that compute twice as fast", plan, _computing_faster(profile), machine
@@ -337,7 +350,7 @@ def _variants(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, Plan | s
 def _without_peers(plan: Plan, machine: Machine) -> Plan | str:
     if plan.num_devices == 1:
         return "the plan is for one device"
-    if not machine.peer_transfers:
+    if not (machine.peer_transfers or machine.bridges):
         return "the devices of this machine do not reach each other"
     if not plan.peer_transfers:
         return "the plan goes through the host"

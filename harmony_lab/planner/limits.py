@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from harmony_lab.costs import Profile
-from harmony_lab.machine import HOST, Backend, Machine
-from harmony_lab.places import place, waiting_bytes
+from harmony_lab.machine import Backend, Machine
+from harmony_lab.places import place, waiting_at_most, waiting_bytes
 from harmony_lab.plan import Plan
 from harmony_lab.planner.lower import lower
 from harmony_lab.planner.pack import PackCosts
@@ -24,7 +24,6 @@ __all__ = [
     "host_problem",
     "limits",
     "state_on_devices",
-    "state_problem",
 ]
 
 
@@ -107,20 +106,6 @@ def state_on_devices(program: Program) -> int:
     return int(blocks.num_bytes[of_state].sum())
 
 
-def state_problem(profile: Profile, machine: Machine) -> str:
-    """Why no plan can train that model beside that host's memory; empty where that depends on the plan.
-
-    All state must fit: what is on devices while training comes back in the end.
-    """
-    weights, state, available = profile.host_weight_bytes, profile.optimizer_state_bytes, machine.host.memory_bytes
-    if weights + state <= available:
-        return ""
-    return (
-        f"weights ({format_bytes(weights)}) and optimizer state ({format_bytes(state)}) of {profile.model} are more "
-        f"than the host's {format_bytes(available)}"
-    )
-
-
 def host_problem(plan: Plan, profile: Profile, machine: Machine, *, program: Program | None = None) -> str:
     """Why the host's memory does not suffice for training under that plan; empty where it does.
 
@@ -130,9 +115,7 @@ def host_problem(plan: Plan, profile: Profile, machine: Machine, *, program: Pro
     made = lower(plan, profile, machine) if program is None else program
     emulated = [device.memory_bytes for device in machine.devices if device.backend is Backend.EMULATED]
     state = profile.host_weight_bytes + profile.optimizer_state_bytes - state_on_devices(made)
-    blocks = made.block_columns
-    waiting = int(blocks.num_bytes[blocks.device == HOST].sum())
-    if state + waiting + sum(emulated) <= machine.host.memory_bytes:
+    if state + waiting_at_most(made, profile) + sum(emulated) <= machine.host.memory_bytes:
         return ""
     needed = host_memory(made, profile, machine)
     return "" if needed.fits else f"training takes {needed}"

@@ -16,9 +16,9 @@ from harmony_lab.planner.chain_tables import (
     ON_DEVICE,
     OUT,
     OUT_BEFORE,
-    PEERS,
     PREFETCH,
     PRODUCER,
+    SENDS_ON,
     SENT,
     STAGE_START,
     STAGE_STOP,
@@ -208,7 +208,7 @@ def _receiver(k: Chain, unit: Int) -> Int:
     stage = k.tasks[k.units[unit, UNIT_TASK], TASK_STAGE] + 1
     if (
         stage == len(k.stages)
-        or not k.options[PEERS]
+        or not k.tasks[k.units[unit, UNIT_TASK], SENDS_ON]
         or task_on(k, stage, k.tasks[k.units[unit, UNIT_TASK], TASK_DEVICE]) >= 0
     ):
         return NONE

@@ -20,7 +20,7 @@ from harmony_lab.planner.tables import (
     model_bytes,
 )
 
-__all__ = ["PackCosts", "balanced_packs", "largest_fitting_packs", "partitions"]
+__all__ = ["PackCosts", "balanced_packs", "partitions"]
 
 Fits = npt.NDArray[np.bool_]
 _TABLES = 256  # of what fits, remembered at once: at most this many times (layers + 1)² bytes
@@ -205,31 +205,6 @@ def partitions(
     else:
         fits = costs.fits(size, budget_bytes, forward=forward, stash_at=stash_at)
     return best_partitions(costs.layer_seconds(size, forward=forward), fits, start, stop, counts)
-
-
-def largest_fitting_packs(
-    costs: PackCosts,
-    start: int,
-    stop: int,
-    count: int,
-    microbatch_size: int,
-    *,
-    forward: bool,
-    budget_bytes: int,
-    stash_at: Collection[int] = (),
-) -> tuple[Pack, ...] | None:
-    """``count`` packs of layers [start, stop) as in ``partitions``; None where there are none."""
-    found = partitions(
-        costs,
-        start,
-        stop,
-        microbatch_size,
-        forward=forward,
-        budget_bytes=budget_bytes,
-        counts=(count,),
-        stash_at=stash_at,
-    )
-    return found.get(count)
 
 
 def balanced_packs(

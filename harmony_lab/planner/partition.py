@@ -13,10 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from harmony_lab.compiled import Ints, compiled
+from harmony_lab.compiled import Bool, Float, Floats, Int, Ints, compiled
 from harmony_lab.plan import Pack
 
-__all__ = ["best_partitions"]
+__all__ = ["best_partitions", "cut", "furthest_stops"]
 
 _NONE = 2**62  # a bottleneck where there is no partition
 _TICKS_PER_S = 1e12  # whole numbers, so that equal layers take equal times whatever their place
@@ -99,3 +99,70 @@ def _bottlenecks(ticks: Ints, fits: Ints, furthest: Ints, start: int, stop: int,
                     found = min(found, max(taken, best[left - 1, last]))
             best[left, first] = found
     return best
+
+
+# -- one number of packs, thousands of times ---------------------------------------------------------------------------
+
+
+@compiled
+def cut(seconds: Floats, reach: Ints, start: Int, stop: Int, count: Int, edges: Ints) -> Bool:
+    """Fill ``edges[: count + 1]`` with so many packs of layers [start, stop), the slowest as fast as can be; whether
+    there are such.
+
+    ``seconds``: summed from the first layer on.  The least bottleneck is found by bisection; then what is left is
+    shared evenly.
+    """
+    low, high = 0.0, seconds[stop] - seconds[start]
+    if count > stop - start or count < 1 or _packs_within(seconds, reach, start, stop, high) > count:
+        return False
+    low = high / count
+    if _packs_within(seconds, reach, start, stop, low) <= count:
+        high = low
+    for _ in range(24):
+        if high - low <= 1e-4 * high:
+            break
+        middle = (low + high) / 2
+        if _packs_within(seconds, reach, start, stop, middle) <= count:
+            high = middle
+        else:
+            low = middle
+    limit = high * (1 + 1e-9)
+    edges[count] = stop
+    # The earliest start that each number of last packs can have, from the last one back.
+    for left in range(1, count):
+        last = edges[count - left + 1]
+        first = last - 1
+        while first > start and seconds[last] - seconds[first - 1] <= limit and reach[first - 1] >= last:
+            first -= 1
+        edges[count - left] = first
+    edges[0] = start
+    first = start
+    for number in range(1, count):
+        left = count - number
+        share = seconds[first] + (seconds[stop] - seconds[first]) / (left + 1)
+        earliest, latest = max(edges[number], first + 1), stop - left
+        best = earliest
+        for last in range(earliest, latest + 1):
+            if seconds[last] - seconds[first] > limit or reach[first] < last:
+                break
+            if abs(seconds[last] - share) <= abs(seconds[best] - share):
+                best = last
+        edges[number] = first = best
+    return True
+
+
+@compiled
+def _packs_within(seconds: Floats, reach: Ints, start: Int, stop: Int, limit: Float) -> Int:
+    """The least number of packs none of which takes longer than that; a large one where there is none."""
+    count, first = 0, start
+    limit = limit * (1 + 1e-9)
+    while first < stop:
+        last = first + 1
+        if reach[first] < last or seconds[last] - seconds[first] > limit:
+            return 1 << 30
+        most = min(reach[first], stop)
+        while last < most and seconds[last + 1] - seconds[first] <= limit:
+            last += 1
+        first = last
+        count += 1
+    return count

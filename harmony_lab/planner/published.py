@@ -22,7 +22,7 @@ from harmony_lab.costs import Cost, ForwardCost, LayerCost, Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import TensorSpec
 
-__all__ = ["from_published", "load_profile", "load_published"]
+__all__ = ["from_published", "load_profile"]
 
 _FORWARD = ("forward_time_s", "forward_memory_bytes")
 _BACKWARD = ("backward_time_s", "backward_memory_bytes")
@@ -44,12 +44,6 @@ def load_profile(path: str | Path) -> Profile:
         return Profile.from_json(data)
     except (KeyError, TypeError) as error:
         raise HarmonyError(f"{path} is not a profile that Profile.save wrote: {error!r}; write it again") from None
-
-
-def load_published(path: str | Path) -> Profile:
-    """The profile in a file of published tables, see the module.  Raises ``HarmonyError`` naming what is wrong in
-    it."""
-    return from_published(_read(path), str(path))
 
 
 def _read(path: str | Path) -> Mapping[str, Any]:

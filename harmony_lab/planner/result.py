@@ -10,6 +10,7 @@ from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.explain import Advice, advice, what_binds
+from harmony_lab.planner.explain_waiting import waiting_for_gradients
 from harmony_lab.planner.lower import lower
 from harmony_lab.simulator.engine import run
 from harmony_lab.trace import Trace
@@ -122,6 +123,9 @@ class SearchResult:
             here = len(best.plan.device_updates) == len(best.plan.backward_packs)
             goes = "updated weights go out once" if here else "gradients go out once"
             sentences.append(f"{whole}, as in plain training: weights come in once, {goes}, nothing else moves.")
+        if not best.plan.just_in_time_update:
+            waits = waiting_for_gradients(best.plan, best.step_s, best.plan, best.profile, best.machine)
+            sentences.append(f"{waits[0].upper()}{waits[1:]}.")
         if self.advice:
             sentences.append(f"What would help: {'; '.join(map(str, self.advice[:_HELPS_TOLD]))}.")
         return "  ".join(sentences)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from harmony_lab.plan import Mode, Pack, Plan
 
-__all__ = ["mirror", "staying", "updating"]
+__all__ = ["bare", "mirror", "shifted", "stayed", "staying", "updating"]
 
 Seconds = Callable[[Plan], float | None]
 _AS_FAST = 1 + 1e-9  # what stays need not gain time where nothing waits for what it saves: it moves less all the same
@@ -23,6 +23,16 @@ def mirror(plan: Plan) -> Plan:
         forward_microbatch_size=plan.backward_microbatch_size,
         mirrored=plan.mode is Mode.PP and plan.num_devices > 1,
     )
+
+
+def bare(plan: Plan) -> Plan:
+    """The plan with nothing that stays."""
+    return plan.with_(device_stash=(), resident_packs=(), kept_packs=(), device_updates=())
+
+
+def stayed(plan: Plan) -> Plan:
+    """The plan with all that ``staying`` can leave on the devices, whether it fits or not: no variant does less."""
+    return _saved(plan, plan.forward_packs)
 
 
 def staying(plan: Plan, seconds: Seconds, updatable: Sequence[Pack] = ()) -> Iterator[tuple[Plan, float]]:
@@ -40,6 +50,28 @@ def staying(plan: Plan, seconds: Seconds, updatable: Sequence[Pack] = ()) -> Ite
             plan, best = found
             yield found
     yield from _as_many(_updates, plan, best, seconds, updatable)
+
+
+def shifted(plan: Plan) -> Iterator[Plan]:
+    """One edge between packs moved by a layer, for a plan with the same packs forward and backward; the same packs
+    stay."""
+    edges = [pack.start for pack in plan.backward_packs] + [plan.num_layers]
+    for number in range(1, len(edges) - 1):
+        for step in (-1, 1):
+            moved = edges.copy()
+            moved[number] += step
+            if moved[number - 1] < moved[number] < moved[number + 1]:
+                packs = tuple(map(Pack, moved, moved[1:]))
+                now = dict(zip(plan.backward_packs, packs, strict=True))
+                begins = dict(zip(edges, moved, strict=True))
+                yield plan.with_(
+                    forward_packs=packs[:-1],
+                    backward_packs=packs,
+                    device_stash=tuple(begins[edge] for edge in plan.device_stash),
+                    resident_packs=tuple(now[pack] for pack in plan.resident_packs),
+                    kept_packs=tuple(now[pack] for pack in plan.kept_packs),
+                    device_updates=tuple(now[pack] for pack in plan.device_updates),
+                )
 
 
 def updating(plan: Plan, seconds: Seconds, updatable: Sequence[Pack]) -> Iterator[tuple[Plan, float]]:

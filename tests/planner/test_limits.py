@@ -13,7 +13,7 @@ from harmony_lab.layers import padded
 from harmony_lab.machine import HOST, Backend, Machine
 from harmony_lab.places import place
 from harmony_lab.plan import Pack, Plan
-from harmony_lab.planner.limits import host_memory, host_problem, limits, state_problem
+from harmony_lab.planner.limits import host_memory, host_problem, limits
 from harmony_lab.planner.lower import lower
 from harmony_lab.program import Program, TensorKind
 
@@ -145,11 +145,14 @@ def test_a_host_one_byte_too_small_is_a_problem_told_in_bytes() -> None:
     problem = host_problem(plan, profile, with_host(machine, needed - 1), program=program)
     assert "MiB, more than the host's" in problem
     assert "3.81 MiB of weights" in problem
-    assert not state_problem(profile, with_host(machine, needed - 1))
 
 
-def test_a_state_larger_than_the_host_is_a_problem_of_every_plan() -> None:
-    profile, machine = toys.profile(4), toys.gpus(1, **LARGE)
-    assert state_problem(profile, with_host(machine, 12_000_000)) == ""
-    problem = state_problem(profile, with_host(machine, 11_999_999))
-    assert "weights (3.81 MiB) and optimizer state (7.63 MiB) of toy are more than the host's 11.4 MiB" in problem
+def test_padding_counts_where_nothing_shares_memory() -> None:
+    """Losses of a few bytes each lie apart by a line of the cache."""
+    profile, machine = toys.profile(3, activation_bytes=100), toys.gpus(3, **LARGE)
+    plan = Plan.parse("pp minibatch=7 forward=6[0:2] backward=6[0:2,2:3] devices=1,2,0 update=end mirrored=on")
+    program = lower(plan, profile, machine)
+    needed = host_memory(program, profile, machine)
+    waiting = sum(block.num_bytes for block in program.blocks if block.device == HOST)
+    assert needed.gradient_bytes + needed.stash_bytes > waiting
+    assert host_problem(plan, profile, with_host(machine, needed.host_bytes - 1), program=program) != ""

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from harmony_lab.costs import Profile, SharedParameter
 from harmony_lab.layers import TensorSpec
 from harmony_lab.plan import Pack
-from harmony_lab.planner.pack import PackCosts, balanced_packs, largest_fitting_packs, partitions
-from harmony_lab.planner.partition import best_partitions
+from harmony_lab.planner.pack import PackCosts, balanced_packs, partitions
+from harmony_lab.planner.partition import best_partitions, cut, furthest_stops
 
 
 def test_layers_below_the_first_trainable_one_save_nothing() -> None:
@@ -129,6 +129,32 @@ def test_partitions_are_optimal_for_every_number_of_packs(seed: int, num_layers:
     assert not found
 
 
+@given(
+    seconds=st.lists(st.floats(0.01, 10.0), min_size=1, max_size=9),
+    sizes=st.lists(st.integers(1, 10), min_size=9, max_size=9),
+    budget=st.integers(8, 40),
+    data=st.data(),
+)
+def test_the_quick_cut_finds_what_the_exact_partition_finds(seconds, sizes, budget, data) -> None:
+    num_layers = len(seconds)
+    summed, held = np.cumsum([0.0, *seconds]), np.cumsum([0, *sizes[:num_layers]])
+    needs = held[None, :] - held[:, None]
+    fits = (needs > 0) & (needs <= budget)
+    start = data.draw(st.integers(0, num_layers - 1))
+    stop = data.draw(st.integers(start + 1, num_layers))
+    exact = best_partitions(np.array(seconds), fits, start, stop, range(1, num_layers + 1))
+    for count in range(1, num_layers + 2):
+        edges = np.zeros(count + 1, dtype=np.int64)
+        assert cut(summed, furthest_stops(fits), start, stop, count, edges) == (count in exact)
+        if count in exact:
+            packs = list(pairwise(edges.tolist()))
+            assert (edges[0], edges[-1]) == (start, stop)
+            assert all(fits[pack] for pack in packs)
+            slowest = max(summed[last] - summed[first] for first, last in packs)
+            least = max(summed[last] - summed[first] for first, last in exact[count])
+            assert least * (1 - 1e-9) <= slowest <= least * (1 + 2e-4)
+
+
 def test_what_the_slowest_pack_leaves_open_is_shared_out_evenly() -> None:
     seconds = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0])
     fits = np.triu(np.ones((8, 8), dtype=np.bool_), k=1)
@@ -159,15 +185,16 @@ def test_partitions_keep_the_memory_cap(seed: int) -> None:
 def test_stashed_boundaries_count_against_the_memory_of_forward_packs() -> None:
     costs = PackCosts(toys.profile(8, activation_bytes=10_000))
     budget = costs.forward_bytes(0, 8, 8, keep=(8,))
-    assert largest_fitting_packs(costs, 0, 8, 1, 8, forward=True, budget_bytes=budget) == (Pack(0, 8),)
+    whole = {1: (Pack(0, 8),)}
+    assert partitions(costs, 0, 8, 8, forward=True, budget_bytes=budget, counts=(1,)) == whole
     stash = tuple(range(1, 8))
-    assert largest_fitting_packs(costs, 0, 8, 1, 8, forward=True, budget_bytes=budget, stash_at=stash) is None
+    assert not partitions(costs, 0, 8, 8, forward=True, budget_bytes=budget, counts=(1,), stash_at=stash)
 
 
 def test_packs_respect_the_memory_cap() -> None:
     costs = PackCosts(toys.profile(8))
-    packs = largest_fitting_packs(costs, 0, 8, 4, 2, forward=False, budget_bytes=5_000_000)
-    assert packs is not None
+    found = partitions(costs, 0, 8, 2, forward=False, budget_bytes=5_000_000, counts=(2, 4))
+    assert list(found) == [4]
+    packs = found[4]
     assert all(costs.backward_bytes(pack.start, pack.stop, 2) <= 5_000_000 for pack in packs)
-    assert largest_fitting_packs(costs, 0, 8, 2, 2, forward=False, budget_bytes=5_000_000) is None
     assert balanced_packs(toys.profile(8), 2, 8, 3, 1, forward=True) == (Pack(2, 4), Pack(4, 6), Pack(6, 8))

@@ -1,18 +1,24 @@
 """What holds for every plan of every model on every machine: drawn at random."""
 
+import random
 from collections import Counter
+from dataclasses import replace
 
 import random_settings
+import toy_profiles as toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_settings import Setting, setting
+from random_settings import NUM_DEVICES, Setting, random_machine, random_profile, setting, with_memory
 
+from harmony_lab.errors import HostMemoryError, PlanDoesNotFitError
 from harmony_lab.machine import HOST
 from harmony_lab.plan import Mode
-from harmony_lab.planner.check import check
+from harmony_lab.planner.check import check, peak_bytes
+from harmony_lab.planner.limits import host_memory
 from harmony_lab.planner.lower import lower, lower_forward
+from harmony_lab.planner.search import search
 from harmony_lab.program import OpKind, Program, TensorKind
-from harmony_lab.simulator.engine import run
+from harmony_lab.simulator.engine import makespan_s, run
 
 SEEDS = st.integers(0, 2**32)
 COMPUTING = (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD)
@@ -194,3 +200,23 @@ def test_settings_are_of_all_kinds() -> None:
     assert any(max(each.machine.budgets) < random_settings.PLENTY for each in made)
     assert any(each.profile.first_trainable_layer for each in made)
     assert any(each.plan.forward_microbatch_size != each.plan.backward_microbatch_size for each in made)
+
+
+@each(15)
+@given(seed=SEEDS)
+def test_a_search_never_gives_a_plan_that_cannot_run(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, on = random_profile(rng, rng.randint(3, 7)), random_machine(rng)
+    needed = peak_bytes(lower(toys.random_plan(rng, len(profile), NUM_DEVICES), profile, on))
+    tight = with_memory(on, tuple(max(1, int(rng.uniform(0.4, 1.2) * num_bytes)) for num_bytes in needed))
+    tight = replace(tight, host=replace(tight.host, memory_bytes=round(rng.uniform(1, 4) * profile.state_bytes)))
+    try:
+        result = search(profile, tight, rng.randint(3, 8), shown=2)
+    except (PlanDoesNotFitError, HostMemoryError):
+        return
+    for candidate in result.candidates[:6]:
+        program = lower(candidate.plan, profile, tight)
+        check(program)
+        assert all(peak <= budget for peak, budget in zip(peak_bytes(program), tight.budgets, strict=True))
+        assert host_memory(program, profile, tight).host_bytes <= tight.host.memory_bytes
+        assert makespan_s(program, profile, tight) == candidate.step_s >= result.lower_bound_s * (1 - 1e-9)
