@@ -3,103 +3,49 @@
 Links form a tree, as PCIe does: each device hangs from the host or from a switch, and what devices send to the host
 shares the links above them::
 
-    host ══ uplink ══ switch ── gpu0          a peer transfer goes gpu0 → switch → gpu1,
-                         └───── gpu1          off the uplink
+    memory ── host ══ uplink ══ switch ── gpu0 ┐        a peer transfer goes gpu0 → switch → gpu1, off the uplink,
+                                   └───── gpu1 ┘bridge  or over the bridge where two devices are joined by one
 """
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from html import escape
+from itertools import permutations
 from typing import Any
 
 from harmony_lab.errors import HarmonyError
+from harmony_lab.hardware import (
+    HOST_MEMORY,
+    ROOT,
+    Backend,
+    Bridge,
+    Device,
+    Direction,
+    Hop,
+    Host,
+    Link,
+    bridge_problems,
+    pairs_joined,
+)
 from harmony_lab.units import format_bytes, format_rate, parse_bytes, parse_rate
 
-__all__ = ["HOST", "Backend", "Device", "Direction", "Hop", "Host", "Link", "Machine"]
+__all__ = ["HOST", "HOST_MEMORY", "Backend", "Bridge", "Device", "Direction", "Hop", "Host", "Link", "Machine"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # since 2: bridges, the rate of the host's memory
 HOST = -1
 """The index that stands for the host where a device index is expected."""
-_ROOT = "host"
 _PCIE3_X16 = 12e9  # bytes per second that copies reach on a link of 15.75 GB/s
-
-
-class Backend(StrEnum):
-    """What a device is made of."""
-
-    EMULATED = "emulated"  # host memory with a byte budget, computing on the host's cores
-    CUDA = "cuda"
-
-
-class Direction(StrEnum):
-    DOWN = "down"  # away from the host
-    UP = "up"  # towards the host
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """One accelerator.
-
-    ``memory_bytes`` is what plans may use at once: the card's memory less its context and the allocator's margin.
-    ``parent`` is the name of the node it hangs from: ``"host"`` or a switch.  ``compute_threads``: host threads that an
-    emulated device computes with.  ``model``: the product's name, where it is one.  ``release_s``: seconds a device
-    needs after each pack to give its memory back.  ``memory_bytes_per_s``: how fast its memory is, where that is known.
-    """
-
-    name: str
-    memory_bytes: int
-    parent: str = _ROOT
-    backend: Backend = Backend.EMULATED
-    ordinal: int = 0  # torch's index of the device, for real ones
-    compute_threads: int = 1
-    model: str = ""
-    release_s: float = 0.0
-    memory_bytes_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """The host: memory that swapped tensors live in, cores that update weights (and run emulated devices)."""
-
-    memory_bytes: int
-    num_cores: int
-    update_threads: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """A full-duplex link from ``child`` (a device or a switch) up to ``parent``; rates are per direction."""
-
-    child: str
-    parent: str
-    bytes_per_s: float
-    latency_s: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"{self.parent}-{self.child}"
-
-
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """One link in one direction: the unit that transfers share."""
-
-    link: str
-    direction: Direction
-
-    def __str__(self) -> str:
-        return f"{self.link}:{self.direction}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Devices, host and links.  ``peer_transfers`` tells whether devices can copy to each other directly.
+    """Devices, host and links.  ``peer_transfers`` tells whether all devices can copy to each other directly.
 
     ``fabric_bytes_per_s``: of each device's own port, per direction, on a fabric between the devices (NVLink), where
-    there is one: peer transfers take it and leave the links alone.
+    there is one: peer transfers take it and leave the links alone.  ``bridges``: between two devices, which always copy
+    to each other directly and over their bridge.
 
     Raises ``HarmonyError`` where the links do not form a tree that reaches every device.
     """
@@ -110,33 +56,37 @@ class Machine:
     links: tuple[Link, ...]
     peer_transfers: bool = True
     fabric_bytes_per_s: float | None = None
+    bridges: tuple[Bridge, ...] = ()
     _link_above: Mapping[str, Link] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        above = {link.child: link for link in self.links}
-        object.__setattr__(self, "_link_above", above)
+        object.__setattr__(self, "_link_above", {link.child: link for link in self.links})
+        if problems := self._problems():
+            raise HarmonyError("this machine is not well formed: " + "; ".join(problems))
+
+    def _problems(self) -> list[str]:
         names = [device.name for device in self.devices]
         problems = []
         if not self.devices:
             problems.append("a machine needs at least one device")
         if len(set(names)) != len(names):
             problems.append(f"device names must differ, got {names}")
-        if len(above) != len(self.links):
+        if len(self._link_above) != len(self.links):
             problems.append("each device or switch may hang from one link only")
         problems += [f"link {link.name}: bytes_per_s must be above 0" for link in self.links if link.bytes_per_s <= 0]
         if self.fabric_bytes_per_s is not None and self.fabric_bytes_per_s <= 0:
             problems.append("fabric_bytes_per_s must be above 0, or None where there is no fabric")
         problems += [f"{d.name}: memory_bytes must be above 0" for d in self.devices if d.memory_bytes <= 0]
         problems += [f"{d.name}: release_s must be 0 or more" for d in self.devices if not d.release_s >= 0]
-        problems += [
-            f"{d.name}: no chain of links leads to the host" for d in self.devices if not self._reaches(d.name)
-        ]
-        if problems:
-            raise HarmonyError("this machine is not well formed: " + "; ".join(problems))
+        if self.host.memory_bytes_per_s is not None and self.host.memory_bytes_per_s <= 0:
+            problems.append("the host's memory_bytes_per_s must be above 0, or None where it is no limit")
+        lost = [device.name for device in self.devices if not self._leads_to_host(device.name)]
+        problems += [f"{name}: no chain of links leads to the host" for name in lost]
+        return problems + bridge_problems(self.bridges, names)
 
-    def _reaches(self, node: str) -> bool:
+    def _leads_to_host(self, node: str) -> bool:
         for _ in range(len(self.links) + 1):
-            if node == _ROOT:
+            if node == ROOT:
                 return True
             if node not in self._link_above:
                 return False
@@ -146,7 +96,7 @@ class Machine:
     # -- routes ---------------------------------------------------------------------------------------------------
 
     def _links_up(self, node: str) -> Iterator[Link]:
-        while node != _ROOT:
+        while node != ROOT:
             link = self._link_above[node]
             yield link
             node = link.parent
@@ -154,20 +104,47 @@ class Machine:
     def route(self, source: int, destination: int) -> tuple[Hop, ...]:
         """The hops of a transfer between devices, or to or from ``HOST``.
 
-        Devices that cannot copy to each other go through the host: up the whole tree, then down.
+        Devices that cannot copy to each other go through the host: up the whole tree, in and out of the host's memory,
+        then down.
         """
-        between_devices = HOST not in (source, destination) and self.peer_transfers
-        if between_devices and self.fabric_bytes_per_s is not None:
+        if source == destination:
+            return ()
+        if (source, destination) in self._bridged:
+            return (self._bridged[source, destination],)
+        directly = HOST not in (source, destination) and self.peer_transfers
+        if directly and self.fabric_bytes_per_s is not None:
             return self._port(source, Direction.UP), self._port(destination, Direction.DOWN)
         up = [] if source == HOST else list(self._links_up(self.devices[source].name))
         down = [] if destination == HOST else list(self._links_up(self.devices[destination].name))
-        if between_devices:
-            while up and down and up[-1] == down[-1]:
-                up.pop()
-                down.pop()
-        return tuple(
-            [Hop(link.name, Direction.UP) for link in up] + [Hop(link.name, Direction.DOWN) for link in reversed(down)]
+        while directly and up and down and up[-1] == down[-1]:
+            up.pop()
+            down.pop()
+        memory = [] if directly or self.host.memory_bytes_per_s is None else [HOST_MEMORY]
+        return (
+            *(Hop(link.name, Direction.UP) for link in up),
+            *(memory if HOST in (source, destination) else 2 * memory),
+            *(Hop(link.name, Direction.DOWN) for link in reversed(down)),
         )
+
+    def reaches(self, source: int, destination: int) -> bool:
+        """Whether one device copies to another without the host."""
+        return self.peer_transfers or (source, destination) in self._bridged
+
+    @cached_property
+    def all_reach(self) -> bool:
+        """Whether every device copies to every other without the host."""
+        return all(self.reaches(*pair) for pair in permutations(range(self.num_devices), 2))
+
+    @cached_property
+    def _bridged(self) -> dict[tuple[int, int], Hop]:
+        """The way over a bridge, by source and destination."""
+        number = {device.name: index for index, device in enumerate(self.devices)}
+        found = {}
+        for bridge in self.bridges:
+            first, second = number[bridge.first], number[bridge.second]
+            found[first, second] = Hop(bridge.name, Direction.DOWN)
+            found[second, first] = Hop(bridge.name, Direction.UP)
+        return found
 
     def _port(self, device: int, direction: Direction) -> Hop:
         return Hop(f"fabric-{self.devices[device].name}", direction)
@@ -175,10 +152,14 @@ class Machine:
     @cached_property
     def capacities(self) -> dict[Hop, float]:
         """Bytes per second of every link and direction."""
-        rates = {Hop(link.name, direction): link.bytes_per_s for link in self.links for direction in Direction}
+        ways = Direction.DOWN, Direction.UP
+        duplex: tuple[Link | Bridge, ...] = (*self.links, *self.bridges)
+        rates = {Hop(link.name, way): link.bytes_per_s for link in duplex for way in ways}
         if self.fabric_bytes_per_s is not None and self.peer_transfers:
             for device in range(self.num_devices):
-                rates |= {self._port(device, direction): self.fabric_bytes_per_s for direction in Direction}
+                rates |= {self._port(device, way): self.fabric_bytes_per_s for way in ways}
+        if self.host.memory_bytes_per_s is not None:
+            rates[HOST_MEMORY] = self.host.memory_bytes_per_s
         return rates
 
     def latency_s(self, route: Sequence[Hop]) -> float:
@@ -205,17 +186,22 @@ class Machine:
         peer_link: str | float | None = None,
         host_memory: str | int | None = None,
         peer_transfers: bool = True,
+        bridge: str | float | None = None,
+        host_memory_rate: str | float | None = None,
     ) -> "Machine":
         """Devices made of host memory: each has a hard budget, and they share one link to the host.
 
         ``memory``: bytes per device.  ``link``: the shared host link, per direction.  ``peer_link``: each device's own
-        link to the switch, by default as fast as ``link``.
+        link to the switch, by default as fast as ``link``.  ``bridge``: of bridges that join devices two by two, per
+        direction; by default there are none.  ``host_memory_rate``: see ``Host.memory_bytes_per_s``.
         """
         if num_devices < 1:
             raise HarmonyError(f"a machine needs at least one device, got num_devices={num_devices}")
         rate = parse_rate(link)
         peer_rate = rate if peer_link is None else parse_rate(peer_link)
         host = _this_host(None if host_memory is None else parse_bytes(host_memory))
+        if host_memory_rate is not None:
+            host = replace(host, memory_bytes_per_s=parse_rate(host_memory_rate))
         threads = max(1, host.num_cores // num_devices)
         devices = tuple(
             Device(
@@ -224,7 +210,7 @@ class Machine:
             for i in range(num_devices)
         )
         links = (
-            Link(child="switch", parent=_ROOT, bytes_per_s=rate),
+            Link(child="switch", parent=ROOT, bytes_per_s=rate),
             *(Link(child=device.name, parent="switch", bytes_per_s=peer_rate) for device in devices),
         )
         return cls(
@@ -233,6 +219,7 @@ class Machine:
             host=host,
             links=links,
             peer_transfers=peer_transfers,
+            bridges=() if bridge is None else pairs_joined(devices, parse_rate(bridge)),
         )
 
     @classmethod
@@ -249,8 +236,8 @@ class Machine:
         """The CUDA GPUs of this computer, with what is free on them now; without any, two emulated devices.
 
         Every GPU is taken to have a PCIe 3.0 x16 link of its own to the host; ``harmony_lab.probe_links`` measures what
-        the links carry and which are shared, and gives the machine with that.  A tenth of each card's free memory, at
-        least 256 MiB, is left to the framework's context and allocator.
+        the links carry, which are shared and which devices are bridged, and gives the machine with that.  A tenth of
+        each card's free memory, at least 256 MiB, is left to the framework's context and allocator.
         """
         import torch
 
@@ -280,7 +267,7 @@ class Machine:
             name=f"{count} × {torch.cuda.get_device_name(0)}",
             devices=tuple(devices),
             host=_this_host(None),
-            links=tuple(Link(child=d.name, parent=_ROOT, bytes_per_s=_PCIE3_X16, latency_s=1e-5) for d in devices),
+            links=tuple(Link(child=d.name, parent=ROOT, bytes_per_s=_PCIE3_X16, latency_s=1e-5) for d in devices),
             peer_transfers=peers and count > 1,
         )
 
@@ -296,7 +283,12 @@ class Machine:
                 )
             kept = self.devices[:num_devices]
             gone = {device.name for device in self.devices[num_devices:]}
-            machine = replace(machine, devices=kept, links=tuple(x for x in self.links if x.child not in gone))
+            machine = replace(
+                machine,
+                devices=kept,
+                links=tuple(x for x in self.links if x.child not in gone),
+                bridges=tuple(x for x in self.bridges if not gone & {x.first, x.second}),
+            )
         if memory is not None:
             size = parse_bytes(memory)
             machine = replace(machine, devices=tuple(replace(d, memory_bytes=size) for d in machine.devices))
@@ -304,7 +296,7 @@ class Machine:
             rate = parse_rate(link)
             machine = replace(
                 machine,
-                links=tuple(replace(x, bytes_per_s=rate) if x.parent == _ROOT else x for x in machine.links),
+                links=tuple(replace(x, bytes_per_s=rate) if x.parent == ROOT else x for x in machine.links),
             )
         return machine
 
@@ -321,6 +313,7 @@ class Machine:
             "links": [_fields(link) for link in self.links],
             "peer_transfers": self.peer_transfers,
             "fabric_bytes_per_s": self.fabric_bytes_per_s,
+            "bridges": [_fields(bridge) for bridge in self.bridges],
         }
 
     @classmethod
@@ -334,6 +327,7 @@ class Machine:
             links=tuple(Link(**link) for link in data["links"]),
             peer_transfers=data["peer_transfers"],
             fabric_bytes_per_s=data.get("fabric_bytes_per_s"),
+            bridges=tuple(Bridge(**bridge) for bridge in data.get("bridges", ())),
         )
 
     def __repr__(self) -> str:
@@ -341,22 +335,37 @@ class Machine:
 
     def _repr_html_(self) -> str:
         rates = [f"{link.name}: {format_rate(link.bytes_per_s)}" for link in self.links]
+        rates += [f"bridge {bridge.name}: {format_rate(bridge.bytes_per_s)}" for bridge in self.bridges]
         if self.fabric_bytes_per_s is not None:
             rates.append(f"fabric between devices: {format_rate(self.fabric_bytes_per_s)} a device")
         facts = {
             "devices": ", ".join(f"{device.name} {format_bytes(device.memory_bytes)}" for device in self.devices),
             "links, per direction": ", ".join(rates),
-            "between devices": "directly" if self.peer_transfers else "through the host",
-            "host memory": format_bytes(self.host.memory_bytes),
+            "between devices": self.peers_words,
+            "host memory": format_bytes(self.host.memory_bytes) + self._memory_words(),
         }
         rows = "".join(f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items())
         return f"<p>{escape(str(self))}</p><table><tbody>{rows}</tbody></table>"
 
+    @property
+    def peers_words(self) -> str:
+        """How devices copy to each other."""
+        if self.all_reach:
+            return "directly"
+        return "directly where bridged, else through the host" if self.bridges else "through the host"
+
+    def _memory_words(self) -> str:
+        rate = self.host.memory_bytes_per_s
+        return "" if rate is None else f", {format_rate(rate)} in and out together"
+
     def __str__(self) -> str:
         memory = sorted({format_bytes(device.memory_bytes) for device in self.devices})
-        rates = sorted({format_rate(link.bytes_per_s) for link in self.links if link.parent == _ROOT})
+        rates = sorted({format_rate(link.bytes_per_s) for link in self.links if link.parent == ROOT})
         count = f"{self.num_devices} device" + ("s" if self.num_devices > 1 else "")
-        return f"{self.name}: {count} of {'/'.join(memory)}, host link {'/'.join(rates)} per direction"
+        rest = f", host memory {format_rate(limit)}" if (limit := self.host.memory_bytes_per_s) is not None else ""
+        if self.bridges:
+            rest += f", bridges {' '.join(bridge.name for bridge in self.bridges)}"
+        return f"{self.name}: {count} of {'/'.join(memory)}, host link {'/'.join(rates)} per direction{rest}"
 
 
 def margin_bytes(free_bytes: int) -> int:

@@ -4,8 +4,9 @@ import re
 from dataclasses import dataclass
 
 from harmony_lab.errors import HarmonyError
+from harmony_lab.hardware import pairs_joined
 from harmony_lab.machine import Backend, Device, Host, Link, Machine, margin_bytes
-from harmony_lab.units import format_bytes, parse_bytes
+from harmony_lab.units import format_bytes, parse_bytes, parse_rate
 
 __all__ = ["GPU", "GPUS", "gpu", "memory_rate", "preset_machine"]
 
@@ -15,6 +16,9 @@ _CONTEXT_BYTES = 512 * 2**20
 _PCIE_X16_BYTES_PER_S = {3: 12e9, 4: 24e9, 5: 48e9}
 """What copies of pinned memory reach, per direction: 76 % of the 15.75, 31.5 and 63 GB/s of the links."""
 _LATENCY_S = 1e-5
+_GA102_BRIDGE_BYTES_PER_S = 56.25e9
+"""Four NVLinks of 14.0625 GB/s per direction, 112.5 GB/s both ways: NVIDIA, Ampere GA102 GPU Architecture (white
+paper), "Third-Generation NVLink"; the RTX A6000 data sheet says the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +29,7 @@ class GPU:
     tensor cores for it, else what the fp32 units do.  ``tf32_flops``: for fp32 where TF32 is allowed (convolutions, by
     torch's default).  ``launch_s``: what each op takes beside its work, as torch's eager mode issues it.
     ``peer_copies``: over PCIe, as the driver allows them.  ``nvlink_bytes_per_s``: all links of one card together, per
-    direction.
+    direction.  ``bridge_bytes_per_s``: of an NVLink bridge between two such cards, which is sold apart, per direction.
     """
 
     name: str
@@ -38,6 +42,7 @@ class GPU:
     pcie_generation: int
     peer_copies: bool
     nvlink_bytes_per_s: float | None = None
+    bridge_bytes_per_s: float | None = None
     launch_s: float = 5e-6
     source: str = ""
 
@@ -83,6 +88,7 @@ GPUS: dict[str, GPU] = {
         bytes_per_s=936e9,
         pcie_generation=4,
         peer_copies=False,
+        bridge_bytes_per_s=_GA102_BRIDGE_BYTES_PER_S,
         source="NVIDIA, Ampere GA102 GPU Architecture (white paper), table 9; half precision with fp32 accumulate",
     ),
     "4090": GPU(
@@ -119,6 +125,7 @@ GPUS: dict[str, GPU] = {
         bytes_per_s=768e9,
         pcie_generation=4,
         peer_copies=True,
+        bridge_bytes_per_s=_GA102_BRIDGE_BYTES_PER_S,
         source="NVIDIA, RTX A6000 data sheet and Ampere GA102 white paper, dense",
     ),
     "v100": GPU(
@@ -250,14 +257,16 @@ def _bare(name: str) -> str:
 # -- machines -----------------------------------------------------------------------------------------------------
 
 _COUNT = re.compile(r"(\d+)\s*[x×]\s*(.+)", re.IGNORECASE)
-_CLAUSES = {
-    "pcie": re.compile(r"pcie\s*(\d)(?:\.0)?(?:\s*x\s*(\d+))?"),
-    "switches": re.compile(r"behind\s+(?:(\d+)\s+|a\s+)switch(?:es)?"),
-    "nvlink": re.compile(r"(no\s+)?nvlink"),
-    "peers": re.compile(r"(no\s+)?peers"),
-    "memory": re.compile(r"host\s+([\d.]+\s*[kmgt]i?b)"),
-    "cores": re.compile(r"(\d+)\s+cores?"),
+_CLAUSE_TEXTS = {
+    "pcie": r"pcie\s*(\d)(?:\.0)?(?:\s*x\s*(\d+))?",
+    "switches": r"behind\s+(?:(\d+)\s+|a\s+)switch(?:es)?",
+    "nvlink": r"(no\s+)?nvlink",
+    "peers": r"(no\s+)?peers",
+    "memory_rate": r"host\s+([\d.]+\s*[kmgt]i?b/s)",
+    "memory": r"host\s+([\d.]+\s*[kmgt]i?b)(?!/)",
+    "cores": r"(\d+)\s+cores?",
 }
+_CLAUSES = {name: re.compile(clause, re.IGNORECASE) for name, clause in _CLAUSE_TEXTS.items()}
 _HOST_BYTES = 256 * _GIB
 _CORES_PER_DEVICE = 4
 
@@ -269,9 +278,11 @@ def preset_machine(text: str) -> Machine:
 
     ``pcie3``, ``pcie4 x8``      each GPU's link to the host; by default the card's own generation, 16 lanes
     ``behind 2 switches``        GPUs share the switches' links to the host, 16 lanes each; by default each has its own
-    ``nvlink``, ``no nvlink``    a fabric between the GPUs; by default where the card has one and there are several
+    ``nvlink``, ``no nvlink``    a fabric between the GPUs, by default where the card has one and there are several; for
+                                 cards that take bridges, one between the first two, one between the next two and so on
     ``peers``, ``no peers``      whether GPUs copy to each other over PCIe; by default as their driver allows
     ``host 512GiB``, ``32 cores``  by default 256 GiB, and 4 cores per GPU
+    ``host 40GB/s``              what all transfers get of the host's memory together; by default it is no limit
 
     Memory is what plans may use, see ``GPU.usable_bytes``.  Raises ``HarmonyError`` for what cannot be read.
     """
@@ -282,10 +293,7 @@ def preset_machine(text: str) -> Machine:
     num_switches = int(found["switches"][1] or 1) if "switches" in found else 0
     if count < 1 or num_switches > count:
         raise HarmonyError(f"{text!r}: {count} GPUs behind {num_switches} switches is no machine")
-    wants_fabric = found["nvlink"][1] is None if "nvlink" in found else card.nvlink_bytes_per_s is not None
-    if wants_fabric and card.nvlink_bytes_per_s is None:
-        raise HarmonyError(f"{text!r}: the preset {card.name} has no NVLink")
-    fabric = card.nvlink_bytes_per_s if wants_fabric and count > 1 else None
+    fabric, bridge = _nvlink(text, found, card) if count > 1 else (None, None)
     peers = found["peers"][1] is None if "peers" in found else card.peer_copies or fabric is not None
     per_lane = _PCIE_X16_BYTES_PER_S[generation] / 16
     parents = [f"switch{i * num_switches // count}" if num_switches else "host" for i in range(count)]
@@ -312,16 +320,18 @@ def preset_machine(text: str) -> Machine:
         host=Host(
             memory_bytes=parse_bytes(found["memory"][1]) if "memory" in found else _HOST_BYTES,
             num_cores=int(found["cores"][1]) if "cores" in found else _CORES_PER_DEVICE * count,
+            memory_bytes_per_s=parse_rate(found["memory_rate"][1]) if "memory_rate" in found else None,
         ),
         links=(*uplinks, *own),
         peer_transfers=peers and count > 1,
         fabric_bytes_per_s=fabric,
+        bridges=() if bridge is None else pairs_joined(devices, bridge),
     )
 
 
 def _read(text: str) -> tuple[str, dict[str, re.Match[str]]]:
     """The number and the GPU, and the clauses by name."""
-    rest, found = text.lower(), {}
+    rest, found = text, {}
     for name, clause in _CLAUSES.items():
         match = clause.search(rest)
         if match is not None:
@@ -335,6 +345,23 @@ def _read(text: str) -> tuple[str, dict[str, re.Match[str]]]:
             "'8x4090, pcie4 x8 behind 2 switches, host 512GiB, 32 cores'"
         )
     return head, found
+
+
+def _nvlink(text: str, found: dict[str, re.Match[str]], card: GPU) -> tuple[float | None, float | None]:
+    """Rates of a fabric between all GPUs, and of bridges between pairs; one of them at most, as asked for."""
+    asked = found.get("nvlink")
+    if asked is None:
+        return card.nvlink_bytes_per_s, None
+    if asked[1] is not None:
+        return None, None
+    if card.nvlink_bytes_per_s is None and card.bridge_bytes_per_s is None:
+        bridged = ", ".join(short for short, other in GPUS.items() if other.bridge_bytes_per_s is not None)
+        joined = ", ".join(short for short, other in GPUS.items() if other.nvlink_bytes_per_s is not None)
+        raise HarmonyError(
+            f"{text!r}: {card.name} has no NVLink; leave 'nvlink' out, or write 'peers' if the driver lets these cards "
+            f"copy to each other over PCIe. NVLink is there for {bridged} (a bridge for two) and {joined} (all joined)"
+        )
+    return card.nvlink_bytes_per_s, card.bridge_bytes_per_s
 
 
 def _pcie(found: dict[str, re.Match[str]], card: GPU) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import toy_profiles as toys
 from harmony_lab.costs import Cost, LayerCost, Profile, SharedParameter
 from harmony_lab.errors import PlanDoesNotFitError
 from harmony_lab.layers import TensorSpec
-from harmony_lab.machine import Backend, Device, Host, Link, Machine
+from harmony_lab.machine import Backend, Bridge, Device, Host, Link, Machine
 from harmony_lab.plan import Plan
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.compose import updatable
@@ -129,9 +129,10 @@ def _value(name: str, shape: tuple[int, ...], batch_dim: int | None, requires_gr
 def random_machine(
     rng: random.Random, *, backend: Backend | None = None, switches: int | None = None, peers: bool | None = None
 ) -> Machine:
-    """Three devices with memory for anything, hung from the host or from switches, which hang from each other or not.
+    """Three devices with memory for anything, hung from the host or from switches, which hang from each other or not;
+    some with a bridge between two, or a host whose memory is a limit.
 
-    ``switches`` 0: every device has its own link to the host.
+    ``switches`` 0: every device has its own link to the host, and nothing else is shared.  ``peers`` False: no bridges.
     """
     backend = backend or rng.choice(list(Backend))
     nodes = ["host"] + [f"switch{i}" for i in range(rng.randint(0, 2) if switches is None else switches)]
@@ -151,7 +152,7 @@ def random_machine(
                 release_s=rng.choice((0.0, 0.0, 0.003)),
             )
         )
-    return Machine(
+    made = Machine(
         name="random",
         devices=tuple(devices),
         host=Host(memory_bytes=PLENTY, num_cores=rng.randint(2, 8), update_threads=rng.randint(1, 4)),
@@ -159,6 +160,16 @@ def random_machine(
         peer_transfers=rng.random() < 0.8 if peers is None else peers,
         fabric_bytes_per_s=rng.choice((None, None, 2e7)),
     )
+    if switches is None and rng.random() < 0.4:
+        made = replace(made, host=replace(made.host, memory_bytes_per_s=10 ** rng.uniform(5, 8)))
+    if peers is None and rng.random() < 0.5:
+        first, second = (device.name for device in rng.sample(devices, 2))
+        made = replace(
+            made,
+            bridges=(Bridge(first=first, second=second, bytes_per_s=10 ** rng.uniform(6, 8)),),
+            peer_transfers=rng.random() < 0.5,
+        )
+    return made
 
 
 def _link(rng: random.Random, child: str, parent: str) -> Link:

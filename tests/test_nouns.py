@@ -1,7 +1,9 @@
 """The ground floor: text and JSON forms read back, invariants are listed, units are readable."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import toy_profiles as toys
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError, OutOfRangeError, PlanError, ProgramError
-from harmony_lab.machine import HOST, Device, Host, Link, Machine
+from harmony_lab.machine import HOST, Bridge, Device, Host, Link, Machine
 from harmony_lab.plan import Plan
 from harmony_lab.planner.search import search
 from harmony_lab.program import Program, shard_bounds
@@ -58,7 +60,7 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "message"),
-    [("update=maybe", "update= is jit or end, got 'maybe'"), ("minibatch=x", "takes whole numbers")],
+    [("update=maybe", "update= is jit, end or next, got 'maybe'"), ("minibatch=x", "takes whole numbers")],
 )
 def test_a_part_that_is_off_is_named(part: str, message: str) -> None:
     name = part.split("=")[0]
@@ -88,6 +90,9 @@ def test_files_of_another_kind_or_a_newer_version_are_refused() -> None:
 def test_machines_and_profiles_survive_json() -> None:
     machine = Machine.emulated(3, memory="10MiB", link="1GB/s", peer_link="500MB/s")
     assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
+    older = machine.to_json() | {"version": 1, "host": {"memory_bytes": 2**30, "num_cores": 2, "update_threads": 1}}
+    del older["bridges"]
+    assert Machine.from_json(older).links == machine.links
     profile = toys.profile(5, tied=True)
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
@@ -190,6 +195,30 @@ def test_records_are_one_line_at_the_prompt() -> None:
     assert repr(trace) == f"<Trace of a {trace}>"
     ops, blocks = len(trace.program.ops), len(trace.program.blocks)
     assert repr(trace.program) == f"<Program of {ops} ops over {blocks} blocks: minibatch of 4, 4 layers, 2 devices>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bridges": (Bridge(first="emu0", second="emu2", bytes_per_s=1.0),)}, "bridge emu0-emu2: first and second"),
+        ({"bridges": (Bridge(first="emu0", second="emu0", bytes_per_s=1.0),)}, "must be two of the devices"),
+        ({"bridges": (Bridge(first="emu0", second="emu1", bytes_per_s=0.0),)}, "bytes_per_s must be above 0"),
+        (
+            {"bridges": tuple(Bridge(first=f"emu{i}", second=f"emu{1 - i}", bytes_per_s=1.0) for i in (0, 1))},
+            "one bridge only",
+        ),
+        ({"host": Host(memory_bytes=1, num_cores=1, memory_bytes_per_s=0.0)}, "the host's memory_bytes_per_s must"),
+    ],
+)
+def test_bridges_and_rates_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(HarmonyError, match=message):
+        replace(Machine.emulated(2), **changes)
+
+
+def test_emulated_devices_may_have_bridges_and_share_the_hosts_memory() -> None:
+    machine = Machine.emulated(3, bridge="5GB/s", host_memory_rate="3GB/s")
+    assert (machine.bridges[0].name, machine.bridges[0].bytes_per_s, len(machine.bridges)) == ("emu0-emu1", 5e9, 1)
+    assert machine.host.memory_bytes_per_s == 3e9
 
 
 def test_a_machine_shows_devices_links_and_host_as_html() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from harmony_lab.errors import HarmonyError
-from harmony_lab.machine import HOST, Backend, Direction, Hop, Machine
+from harmony_lab.machine import HOST, HOST_MEMORY, Backend, Direction, Hop, Machine
 from harmony_lab.presets import GPUS, gpu, preset_machine
 
 
@@ -93,6 +93,34 @@ def test_peers_take_the_fabric_where_there_is_one() -> None:
     assert without.route(0, 1) == (Hop("host-gpu0", Direction.UP), Hop("host-gpu1", Direction.DOWN))
 
 
+def test_bridges_join_cards_two_by_two_where_asked_for() -> None:
+    machine = Machine.preset("5x3090 nvlink")
+    assert [bridge.name for bridge in machine.bridges] == ["gpu0-gpu1", "gpu2-gpu3"]
+    assert machine.route(1, 0) == (Hop("gpu0-gpu1", Direction.UP),)
+    assert machine.capacities[Hop("gpu0-gpu1", Direction.UP)] == 56.25e9
+    assert machine.route(1, 2) == (Hop("host-gpu1", Direction.UP), Hop("host-gpu2", Direction.DOWN))
+    assert machine.reaches(2, 3)
+    assert not machine.reaches(1, 2)  # over PCIe the driver of these cards allows no copies
+    assert not machine.all_reach
+    assert Machine.preset("4xa6000 nvlink").all_reach
+    assert "directly where bridged" in machine._repr_html_()
+    assert Machine.from_json(machine.to_json()) == machine
+    assert machine.with_(num_devices=3).bridges == machine.bridges[:1]
+    assert Machine.preset("2x3090").bridges == Machine.preset("3090 nvlink").bridges == ()
+
+
+def test_the_hosts_memory_may_be_a_limit() -> None:
+    machine = preset_machine("8x4090, Host 40 GB/s, host 512GiB")
+    assert (machine.host.memory_bytes, machine.host.memory_bytes_per_s) == (512 * 2**30, 40e9)
+    assert machine.capacities[HOST_MEMORY] == 40e9
+    assert machine.route(HOST, 7) == (HOST_MEMORY, Hop("host-gpu7", Direction.DOWN))
+    assert machine.route(7, HOST) == (Hop("host-gpu7", Direction.UP), HOST_MEMORY)
+    assert machine.route(0, 1).count(HOST_MEMORY) == 2
+    assert "37.3 GiB/s" in str(machine)
+    assert Machine.from_json(machine.to_json()) == machine
+    assert HOST_MEMORY not in preset_machine("8x4090, host 512GiB").capacities
+
+
 def test_the_hosts_size_may_be_given() -> None:
     host = preset_machine("2xt4, host 64GiB, 10 cores").host
     assert (host.memory_bytes, host.num_cores) == (64 * 2**30, 10)
@@ -109,7 +137,8 @@ def test_the_hosts_size_may_be_given() -> None:
         ("2x4090 behind 3 switches", "2 GPUs behind 3 switches"),
         ("0x4090", "0 GPUs"),
         ("2x4090, fast", "'fast' cannot be read"),
-        ("2x4090 nvlink", "has no NVLink"),
+        ("2x4090 nvlink", "has no NVLink; leave 'nvlink' out, .* there for 3090, a6000"),
+        ("2x4090, host 40Gb/s", "is in bits"),
     ],
 )
 def test_text_that_is_no_machine_is_refused(text: str, said: str) -> None:

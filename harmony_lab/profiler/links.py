@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from harmony_lab.machine import HOST, Backend, Link, Machine
+from harmony_lab.machine import HOST, Backend, Bridge, Link, Machine
 from harmony_lab.profiler.gauges import Target
 from harmony_lab.program import TensorKind
 from harmony_lab.runtime.backend import Copy
@@ -96,7 +96,7 @@ class LinkProbe:
 
     def __str__(self) -> str:
         wrong = sum(not item.verified for item in self.rates)
-        peers = "direct" if self.machine.peer_transfers else "through the host"
+        peers = self.machine.peers_words
         return (
             f"{self.machine}; {len(self.rates)} copies measured, "
             f"{'all data right' if not wrong else f'{wrong} with wrong data'}, between devices {peers}"
@@ -126,8 +126,10 @@ def probe_links(machine: Machine) -> LinkProbe:
 
     The ``machine`` of the result has the rates measured, of the slower direction: of each device's own link what it
     reaches alone, of a switch's what its devices reach together.  Where devices hang from the host directly but slow
-    each other down, they are put behind a switch.  If copies between two devices bring wrong data, all transfers
-    between devices go through the host; if they are faster than the devices' links, there is a fabric.
+    each other down, they are put behind a switch; where both directions of several devices slow each other down, that
+    is the host's memory.  If copies between all devices are faster than the devices' links, there is a fabric; if those
+    between some are, in both directions, these have bridges.  If copies between two others bring wrong data, all
+    transfers between devices without a bridge go through the host.
 
     Takes a second or two for four devices; nothing else should run on them.  Raises ``HarmonyError`` for a device that
     is not here.
@@ -151,6 +153,8 @@ def probe_with(mover: Mover, machine: Machine) -> LinkProbe:
                 probing.measure([pair], pinned)
             if len(pairs) > 1:
                 probing.measure(pairs, pinned)
+    if machine.num_devices > 1:
+        probing.measure(_both_ways(everyone), mover.pins[0])
     for pair in permutations(everyone, 2):
         probing.measure([pair], None)
     return LinkProbe(machine=probing.machine(), rates=tuple(probing.rates))
@@ -158,6 +162,10 @@ def probe_with(mover: Mover, machine: Machine) -> LinkProbe:
 
 def _with_host(devices: Iterable[int]) -> tuple[list[Pair], list[Pair]]:
     return [(HOST, device) for device in devices], [(device, HOST) for device in devices]
+
+
+def _both_ways(devices: Iterable[int]) -> list[Pair]:
+    return [pair for pairs in _with_host(list(devices)) for pair in pairs]
 
 
 class _Probing:
@@ -196,18 +204,53 @@ class _Probing:
             Link(child=child, parent=parent, bytes_per_s=self._rate(self._below(child, parents)))
             for child, parent in parents.items()
         )
-        between = [item for item in self.rates if HOST not in (item.source, item.destination)]
-        peers = given.peer_transfers and all(item.verified for item in between)
-        fabric = min((item.bytes_per_s for item in between), default=0.0)
-        slowest_port = min(link.bytes_per_s for link in links if link.child in {d.name for d in given.devices})
-        has_fabric = peers and (given.fabric_bytes_per_s is not None or _APART * fabric > slowest_port)
+        between = {
+            (item.source, item.destination): item for item in self.rates if HOST not in (item.source, item.destination)
+        }
+        fabric = min((item.bytes_per_s for item in between.values()), default=0.0)
+        ports = {link.child: link.bytes_per_s for link in links}
+        slowest_port = min(ports[device.name] for device in given.devices)
+        right = given.peer_transfers and all(item.verified for item in between.values())
+        has_fabric = right and (given.fabric_bytes_per_s is not None or _APART * fabric > slowest_port)
+        bridges = () if has_fabric else self._bridges(between, ports)
+        bridged = {frozenset((bridge.first, bridge.second)) for bridge in bridges}
+        others = [item for pair, item in between.items() if frozenset(self._names(pair)) not in bridged]
+        peers = given.peer_transfers and all(item.verified for item in others)
         return replace(
             given,
+            host=replace(given.host, memory_bytes_per_s=self._memory_rate()),
             devices=tuple(replace(device, parent=parents[device.name]) for device in given.devices),
             links=tuple(replace(link, latency_s=latencies.get(link.child, 0.0)) for link in links),
             peer_transfers=peers,
             fabric_bytes_per_s=fabric if has_fabric else None,
+            bridges=bridges,
         )
+
+    def _bridges(self, between: Mapping[Pair, LinkRate], ports: Mapping[str, float]) -> tuple[Bridge, ...]:
+        """Between devices that copy to each other faster than their links could, and those that are known to be."""
+        known = {frozenset((bridge.first, bridge.second)) for bridge in self._given.bridges}
+        found = []
+        for pair in combinations(range(self._given.num_devices), 2):
+            ways = between[pair], between[pair[::-1]]
+            rate = min(way.bytes_per_s for way in ways)
+            names = self._names(pair)
+            is_bridge = frozenset(names) in known or _APART * rate > min(ports[name] for name in names)
+            if is_bridge and all(way.verified for way in ways):
+                found.append(Bridge(first=names[0], second=names[1], bytes_per_s=rate))
+        return tuple(found)
+
+    def _names(self, pair: Pair) -> tuple[str, str]:
+        first, second = pair
+        return self._given.devices[first].name, self._given.devices[second].name
+
+    def _memory_rate(self) -> float | None:
+        """What the host's memory gives both directions together; None where each alone needs no more."""
+        everyone = range(self._given.num_devices)
+        if len(everyone) == 1:
+            return self._given.host.memory_bytes_per_s
+        together = sum(self._rates_of(_both_ways(everyone)))
+        alone = sum(sum(self._rates_of(pairs)) for pairs in _with_host(everyone))
+        return together if together < _APART * alone else None
 
     def _rate(self, group: Sequence[int]) -> float:
         """What these devices move together, in the slower direction."""

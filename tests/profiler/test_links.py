@@ -108,6 +108,31 @@ def test_peers_faster_than_the_links_have_a_fabric() -> None:
     assert probe_with(FairMover(flat(2)), flat(2)).machine.fabric_bytes_per_s is None
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_pairs_faster_than_their_links_have_bridges(known: bool) -> None:
+    truth = preset_machine("4x3090 nvlink")
+    given = replace(flat(4), peer_transfers=False, bridges=truth.bridges if known else ())
+    found = probe_with(FairMover(truth), given).machine
+    assert found.bridges == truth.bridges
+    assert (found.peer_transfers, found.fabric_bytes_per_s, found.links) == (False, None, truth.links)
+
+
+def test_wrong_data_over_a_bridge_or_between_others_is_not_copied_directly() -> None:
+    truth = preset_machine("4xa6000 nvlink")
+    found = probe_with(FairMover(truth, wrong=[(1, 0), (0, 2)]), flat(4)).machine
+    assert [bridge.name for bridge in found.bridges] == ["gpu2-gpu3"]
+    assert not found.peer_transfers
+
+
+def test_the_hosts_memory_is_found_where_both_directions_slow_each_other_down() -> None:
+    truth = preset_machine("4x1080ti, host 60GB/s")
+    probe = probe_with(FairMover(truth), flat(4))
+    assert probe.machine.host.memory_bytes_per_s == pytest.approx(60 * GB)
+    assert rates(probe.machine) == rates(truth)
+    assert probe.rate(HOST, 3, at_once=8) == pytest.approx(7.5 * GB)
+    assert probe_with(FairMover(flat(4)), flat(4)).machine.host.memory_bytes_per_s is None
+
+
 def test_one_device_is_enough() -> None:
     probe = probe_with(FairMover(flat(1)), flat(1))
     assert len(probe.rates) == 4  # there and back, pinned and not
@@ -116,7 +141,7 @@ def test_one_device_is_enough() -> None:
 
 def test_the_frame_has_a_row_per_measurement() -> None:
     frame = probe_with(FairMover(flat(2)), flat(2)).to_frame()
-    assert len(frame) == 2 * (4 + 4) + 2
+    assert len(frame) == 2 * (4 + 4) + 4 + 2
     assert set(frame["source"]) == {"host", "gpu0", "gpu1"}
     assert set(frame.columns) == {"source", "destination", "at_once", "pinned", "bytes_per_s", "verified"}
 

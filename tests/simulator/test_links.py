@@ -7,8 +7,10 @@ import toy_profiles as toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harmony_lab.machine import HOST, Backend, Device, Host, Link, Machine
+from harmony_lab.machine import HOST, HOST_MEMORY, Backend, Bridge, Device, Host, Link, Machine
 from harmony_lab.program import Block, Op, OpKind, Program, Stream, TensorKind
+from harmony_lab.runtime.links import EmulatedLinks
+from harmony_lab.sharing import Flow
 from harmony_lab.simulator.engine import run
 from harmony_lab.trace import Trace
 
@@ -245,6 +247,115 @@ def test_a_fabric_carries_peer_transfers_at_each_devices_port_and_leaves_the_lin
     ops.swap_in(0, 6_000_000)
     ops.swap_out(0, 6_000_000)
     assert ends(ops) == pytest.approx([2.0, 3.0, 1.0, 2.0, 2.0])
+
+
+# -- bridges -----------------------------------------------------------------------------------------------------------
+
+
+BRIDGED = replace(TREE, bridges=(Bridge(first="a0", second="b0", bytes_per_s=8e6),))
+
+
+def test_a_bridges_directions_are_independent_and_leave_the_links_alone() -> None:
+    ops = Ops(BRIDGED)
+    ops.receive(0, 2, 8_000_000)
+    ops.receive(2, 0, 16_000_000)
+    ops.swap_in(0, 6_000_000)
+    ops.swap_out(2, 1_000_000)
+    assert ends(ops) == pytest.approx([1.0, 2.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize("peer_transfers", [True, False])
+def test_pairs_without_a_bridge_go_over_the_tree_at_the_same_time(peer_transfers: bool) -> None:
+    ops = Ops(replace(BRIDGED, peer_transfers=peer_transfers))
+    ops.receive(0, 2, 8_000_000)
+    ops.receive(1, 0, 6_000_000)  # behind one switch
+    ops.swap_in(1, 2_000_000)  # left's uplink: half of it, while the other comes from the host
+    assert ends(ops) == pytest.approx([1.0, 2.0, 2 / 3] if peer_transfers else [1.0, 7 / 3, 1.0])
+
+
+# -- the host's memory -------------------------------------------------------------------------------------------------
+
+
+def with_memory(on: Machine, bytes_per_s: float) -> Machine:
+    return replace(on, host=replace(on.host, memory_bytes_per_s=bytes_per_s))
+
+
+def own_links(num_devices: int, rate: float) -> Machine:
+    names = [f"gpu{i}" for i in range(num_devices)]
+    return machine(dict.fromkeys(names, "host"), {(name, "host"): rate for name in names})
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 5, 8])
+@pytest.mark.parametrize("memory", [1e6, 4.5e6, 1e9])
+def test_devices_that_swap_in_at_once_get_what_their_links_or_the_hosts_memory_carry(
+    num_devices: int, memory: float
+) -> None:
+    ops = Ops(with_memory(own_links(num_devices, 1e6), memory))
+    for device in range(num_devices):
+        ops.swap_in(device, 3_000_000)
+    expected = num_devices * 3e6 / min(num_devices * 1e6, memory)
+    assert ends(ops) == pytest.approx([expected] * num_devices)
+
+
+def test_both_directions_share_the_hosts_memory() -> None:
+    ops = Ops(with_memory(own_links(1, 3e6), 4e6))
+    ops.swap_in(0, 3_000_000)
+    ops.swap_out(0, 6_000_000)
+    # 2 MB/s each until 1.5, then the link's 3 MB/s for the 3 MB that are left.
+    assert ends(ops) == pytest.approx([1.5, 2.5])
+
+
+def test_a_copy_through_the_host_is_written_to_its_memory_and_read_again() -> None:
+    on = with_memory(replace(own_links(3, 4e6), peer_transfers=False), 6e6)
+    ops = Ops(on)
+    ops.receive(0, 1, 6_000_000)
+    assert ends(ops) == pytest.approx([2.0])
+    assert ops.run().link_bytes[HOST_MEMORY, TensorKind.ACTIVATION] == 12_000_000
+    ops.swap_in(2, 3_000_000)
+    # At 2 MB/s each they take 6 together; then 3 MB are left at 3.
+    assert ends(ops) == pytest.approx([2.5, 1.5])
+
+
+def test_peers_and_bridges_leave_the_hosts_memory_alone() -> None:
+    on = with_memory(replace(BRIDGED, peer_transfers=True), 1e6)
+    ops = Ops(on)
+    ops.receive(0, 2, 8_000_000)
+    ops.receive(0, 1, 3_000_000)
+    ops.swap_in(3, 1_000_000)
+    assert ends(ops) == pytest.approx([1.0, 1.0, 1.0])
+
+
+PLACES = st.integers(HOST, 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pairs=st.lists(
+        st.tuples(PLACES, PLACES).filter(lambda pair: pair[0] != pair[1]),
+        min_size=1,
+        max_size=6,
+        unique_by=lambda pair: pair if HOST in pair else pair[1],  # one transfer per stream
+    ),
+    sizes=st.lists(st.integers(10**5, 10**7), min_size=6, max_size=6),
+    peer_transfers=st.booleans(),
+)
+def test_emulated_links_give_transfers_the_same_times(
+    pairs: list[tuple[int, int]], sizes: list[int], peer_transfers: bool
+) -> None:
+    """In virtual time: all start at once, and what has ended is asked for, not waited for."""
+    on = with_memory(replace(BRIDGED, peer_transfers=peer_transfers), 3.5e6)
+    ops, links = Ops(on), EmulatedLinks(on)
+    for number, ((source, to), size) in enumerate(zip(pairs, sizes, strict=False)):
+        if to == HOST:
+            ops.swap_out(source, size)
+        elif source == HOST:
+            ops.swap_in(to, size)
+        else:
+            ops.receive(source, to, size)
+        route, _ = links._routes[source, to]
+        links._resources.add(number, Flow(resources=route, remaining=float(size)))
+    links._settle(1e9)
+    assert [links._ended_s[number] for number in range(len(pairs))] == pytest.approx(ends(ops))
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 4, 5])

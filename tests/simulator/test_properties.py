@@ -241,7 +241,7 @@ def test_a_world_in_which_all_is_faster_by_a_factor_runs_the_same_program_faster
     seed: int, factor: float
 ) -> None:
     plan, profile, machine, program = setting(seed)
-    fabric = machine.fabric_bytes_per_s
+    fabric, memory = machine.fabric_bytes_per_s, machine.host.memory_bytes_per_s
     quick = replace(
         machine,
         links=tuple(
@@ -250,6 +250,8 @@ def test_a_world_in_which_all_is_faster_by_a_factor_runs_the_same_program_faster
         ),
         devices=tuple(replace(device, release_s=device.release_s / factor) for device in machine.devices),
         fabric_bytes_per_s=None if fabric is None else fabric * factor,
+        bridges=tuple(replace(bridge, bytes_per_s=bridge.bytes_per_s * factor) for bridge in machine.bridges),
+        host=replace(machine.host, memory_bytes_per_s=None if memory is None else memory * factor),
     )
     quick_profile = replace(profile, layers=tuple(_faster(layer, factor) for layer in profile.layers))
     assert str(lower(plan, quick_profile, quick)) == str(program)

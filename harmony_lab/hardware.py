@@ -1,0 +1,135 @@
+"""Hardware: what a machine is made of: devices, the host, and what bytes travel over."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+__all__ = [
+    "HOST_MEMORY",
+    "ROOT",
+    "Backend",
+    "Bridge",
+    "Device",
+    "Direction",
+    "Hop",
+    "Host",
+    "Link",
+    "bridge_problems",
+    "pairs_joined",
+]
+
+ROOT: Final = "host"
+"""The node that links hang from."""
+
+
+class Backend(StrEnum):
+    """What a device is made of."""
+
+    EMULATED = "emulated"  # host memory with a byte budget, computing on the host's cores
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    ``memory_bytes`` is what plans may use at once: the card's memory less its context and the allocator's margin.
+    ``parent`` is the name of the node it hangs from: ``"host"`` or a switch.  ``compute_threads``: host threads that an
+    emulated device computes with.  ``model``: the product's name, where it is one.  ``release_s``: seconds a device
+    needs after each pack to give its memory back.  ``memory_bytes_per_s``: how fast its memory is, where that is known.
+    """
+
+    name: str
+    memory_bytes: int
+    parent: str = ROOT
+    backend: Backend = Backend.EMULATED
+    ordinal: int = 0  # torch's index of the device, for real ones
+    compute_threads: int = 1
+    model: str = ""
+    release_s: float = 0.0
+    memory_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The host: memory that swapped tensors live in, cores that update weights (and run emulated devices).
+
+    ``memory_bytes_per_s``: what all transfers from and to that memory get of it together, both directions in one sum;
+    None: more than the links carry.  Updates take nothing of it: how long they take was measured in the same memory.
+    """
+
+    memory_bytes: int
+    num_cores: int
+    update_threads: int = 1
+    memory_bytes_per_s: float | None = None
+
+
+class Direction(StrEnum):
+    DOWN = "down"  # away from the host
+    UP = "up"  # towards the host
+    BOTH = "both"  # of what reading and writing share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A full-duplex link from ``child`` (a device or a switch) up to ``parent``; rates are per direction."""
+
+    child: str
+    parent: str
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.parent}-{self.child}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bridge:
+    """A full-duplex way between two devices beside the tree, as an NVLink bridge is; the rate is per direction.
+
+    Where more than two are joined, there is one for each two of them.
+    """
+
+    first: str
+    second: str
+    bytes_per_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.first}-{self.second}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One link in one direction: the unit that transfers share.  On a bridge, down leads from the first device to the
+    second."""
+
+    link: str
+    direction: Direction
+
+    def __str__(self) -> str:
+        return f"{self.link}:{self.direction}"
+
+
+HOST_MEMORY: Final = Hop("host memory", Direction.BOTH)
+"""What every transfer from or to the host takes, where the memory's rate is a limit; twice if it goes through."""
+
+
+def pairs_joined(devices: Sequence[Device], bytes_per_s: float) -> tuple[Bridge, ...]:
+    """A bridge between the first two devices, the next two and so on; an odd one has none."""
+    pairs = zip(devices[::2], devices[1::2], strict=False)
+    return tuple(Bridge(first=a.name, second=b.name, bytes_per_s=bytes_per_s) for a, b in pairs)
+
+
+def bridge_problems(bridges: Sequence[Bridge], devices: Sequence[str]) -> list[str]:
+    """What is wrong with bridges between devices of those names."""
+    ends = [frozenset((bridge.first, bridge.second)) for bridge in bridges]
+    problems = ["two devices may have one bridge only"] if len(set(ends)) != len(ends) else []
+    for bridge, pair in zip(bridges, ends, strict=True):
+        if len(pair) != 2 or not pair <= set(devices):
+            problems.append(f"bridge {bridge.name}: first and second must be two of the devices, by name")
+        if bridge.bytes_per_s <= 0:
+            problems.append(f"bridge {bridge.name}: bytes_per_s must be above 0")
+    return problems
