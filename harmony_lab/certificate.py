@@ -33,6 +33,9 @@ class Certificate:
     ``differences``: of losses, gradients, parameters, optimizer state and buffers.  Losses are compared relative to the
     loss; gradients and buffers relative to the largest element of each; parameters and optimizer state too, after
     updating with the same gradients (see ``verification.verify``).  ``losses`` of both, step by step.
+
+    ``shortened_from``: the layers of a model that the host has no room for copies of; verified was one of its
+    ``num_layers`` with layers that repeat left out, under the same plan for those.
     """
 
     model: str
@@ -40,6 +43,8 @@ class Certificate:
     steps: int
     differences: tuple[Difference, ...]
     losses: tuple[tuple[float, float], ...]
+    num_layers: int
+    shortened_from: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -59,12 +64,20 @@ class Certificate:
             "passed": self.passed,
             "differences": [asdict(difference) for difference in self.differences],
             "losses": [list(pair) for pair in self.losses],
+            "num_layers": self.num_layers,
+            "shortened_from": self.shortened_from,
         }
+
+    @property
+    def _subject(self) -> str:
+        if self.shortened_from is None:
+            return self.model
+        return f"{self.model}, shortened to {self.num_layers} of its {self.shortened_from} layers,"
 
     def __str__(self) -> str:
         verdict = "equals" if self.passed else "DIFFERS from"
         lines = [
-            f"{self.model} under {self.plan}",
+            f"{self._subject} under {self.plan}",
             f"{verdict} plain PyTorch in {_steps(self.steps)}; largest differences:",
         ]
         lines += [f"  {'ok' if d.passed else 'NOT OK'}  {d}" for d in self.differences]
@@ -78,7 +91,7 @@ class Certificate:
             for d in self.differences
         )
         return (
-            f"<p>{escape(self.model)} under <code>{escape(self.plan)}</code> {verdict} plain PyTorch in "
+            f"<p>{escape(self._subject)} under <code>{escape(self.plan)}</code> {verdict} plain PyTorch in "
             f"{_steps(self.steps)}.</p><table><thead><tr><th></th><th>largest difference</th><th>allowed</th><th></th>"
             f"<th>where</th></tr></thead><tbody>{rows}</tbody></table>"
         )

@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--explain", action="store_true", help="also what is not possible, the machine's limits, what each switch buys"
     )
+    plan.add_argument("--clipped", action="store_true", help="for training that clips by the norm of all gradients")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write candidates, bound and explanation as JSON")
     plan.add_argument("--save-plan", type=Path, metavar="FILE", help="write the best plan, for Plan.load")
     plan.set_defaults(command=_plan)
@@ -143,7 +144,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
     from harmony_lab.planner.explain import ablation
     from harmony_lab.planner.limits import limits
     from harmony_lab.planner.published import load_profile
-    from harmony_lab.planner.search import search
+    from harmony_lab.planner.search import Switches, search
     from harmony_lab.planner.warm import warm_up
     from harmony_lab.terminal import ablation_table, bar, limits_table, ranking_table, rejected_table
 
@@ -157,7 +158,8 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
         warm_up(wait=True)
     with bar(console, "search") as move:
         modes = (options.mode,) if options.mode else tuple(Mode)
-        result = search(profile, machine, options.minibatch, modes=modes, progress=move)
+        switches = Switches(deferred_updates=options.clipped)
+        result = search(profile, machine, options.minibatch, modes=modes, switches=switches, progress=move)
     console.print(ranking_table(result))
     for sentence in result.explain().split("  "):
         console.print(sentence)

@@ -12,7 +12,7 @@ from harmony_lab.machine import HOST, Backend, Machine
 from harmony_lab.places import place, waiting_bytes
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.limits import state_on_devices
-from harmony_lab.program import OpKind, Program, TensorKind
+from harmony_lab.program import OP_CODES, TENSOR_CODES, OpKind, Program, TensorKind
 from harmony_lab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -177,11 +177,13 @@ def measured_state_bytes(layers: LayerSequence, optimizer: "Optimizer") -> int:
 def _update_bytes(program: Program, layers: LayerSequence, optimizer: "Optimizer") -> int:
     """Temporaries of steps on the host that are not fused: two at a time, as large as a parameter, with ``foreach`` as
     a pack."""
-    on_host = any(op.kind is OpKind.UPDATE and op.device == HOST for op in program.ops)
-    if not on_host or all(group.get("fused") for group in optimizer.param_groups):
+    ops, blocks = program.op_columns, program.block_columns
+    on_host = (ops.kind == OP_CODES[OpKind.UPDATE]) & (ops.device == HOST)
+    if not on_host.any() or all(group.get("fused") for group in optimizer.param_groups):
         return 0
     if any(group.get("foreach") for group in optimizer.param_groups):
-        sizes = [b.num_bytes for b in program.blocks if b.kind is TensorKind.GRADIENT and b.device == HOST]
+        gradients = (blocks.kind == TENSOR_CODES[TensorKind.GRADIENT]) & (blocks.device == HOST)
+        sizes = blocks.num_bytes[gradients].tolist()
     else:
         sizes = [spec.num_bytes for spec in layers.state.values() if spec.trainable]
     return 2 * max(sizes, default=0)

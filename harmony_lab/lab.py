@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.forecast import Forecast
+from harmony_lab.lab_arguments import check_kinds
 from harmony_lab.lab_contents import fragment_html, write_report
 from harmony_lab.lab_costs import costs_on, forecast_on, why_only_planned
 from harmony_lab.layers import LayerSequence
@@ -15,7 +16,7 @@ from harmony_lab.listeners import Listeners
 from harmony_lab.machine import Machine
 from harmony_lab.ownership import take_over
 from harmony_lab.plan import Mode, Plan
-from harmony_lab.planner.search import SearchResult, search
+from harmony_lab.planner.search import SearchResult, Switches, search
 from harmony_lab.planner.warm import warm_up
 from harmony_lab.precision import Precision
 from harmony_lab.preview import Preview, preview, repacked
@@ -26,6 +27,7 @@ from harmony_lab.progress import Progress
 from harmony_lab.run import Run, StepRecord
 from harmony_lab.trace import Trace
 from harmony_lab.trainer import Trainer
+from harmony_lab.training_plan import deferred
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +78,7 @@ class Lab:
     ) -> None:
         if not isinstance(minibatch_size, int) or minibatch_size < 1:
             raise HarmonyError(f"minibatch_size must be a whole number of at least 1, got {minibatch_size!r}")
-        _check_kinds(optimizer, machine, loss_fn)
+        check_kinds(optimizer, machine, loss_fn)
         self.optimizer = optimizer
         self.minibatch_size = minibatch_size
         self.machine = Machine.preset(machine) if isinstance(machine, str) else machine or Machine.detect()
@@ -214,10 +216,12 @@ class Lab:
         *,
         modes: Sequence[Mode | str] = tuple(Mode),
         precisions: Sequence[Precision | str] = (),
+        max_grad_norm: float | None = None,
     ) -> SearchResult:
         """Rank the plans that fit and choose the best; profiles first where that was not done yet.
 
-        ``precisions``: to rank plans of together, by default the Lab's alone.
+        ``precisions``: to rank plans of together, by default the Lab's alone.  ``max_grad_norm``: as ``launch`` will
+        have it; plans are then ranked by what they take where updates wait for the norm of all gradients.
 
         Raises ``PlanDoesNotFitError`` when nothing fits, naming what is missing.
         """
@@ -231,6 +235,7 @@ class Lab:
                     self.machine,
                     self.minibatch_size,
                     modes=tuple(Mode(mode) for mode in modes),
+                    switches=Switches(deferred_updates=max_grad_norm is not None),
                     progress=self._reporter("search", progress),
                 )
             finally:
@@ -317,13 +322,24 @@ class Lab:
 
         ``data``: batches, such as a DataLoader; started over when used up.  ``record_every``: steps between two
         recorded traces.  ``accumulate``: minibatches per step.  ``max_grad_norm``, ``stop_on_nan``: see ``Trainer``.
-        ``on_step``: called after every step, for logging.  Raises ``HarmonyError`` while another run is under way,
-        ``PlanDoesNotFitError`` and ``HostMemoryError`` where the devices' or the host's memory does not suffice.
+        ``on_step``: called after every step, for logging.
+
+        Where gradients are clipped, updates are made beside the next step's forward, if nobody looks at the weights
+        between two steps: with ``on_step`` or several minibatches per step they come at the end of each.  ``data`` must
+        not look at them either.
+
+        Raises ``HarmonyError`` while another run is under way, ``PlanDoesNotFitError`` and ``HostMemoryError`` where
+        the devices' or the host's memory does not suffice.
         """
         with self._work:
             self._must_be_free("launch")
             first_step = self.steps_trained
-            trainer = self._trainer(accumulate=accumulate, max_grad_norm=max_grad_norm, stop_on_nan=stop_on_nan)
+            trainer = self._trainer(
+                accumulate=accumulate,
+                max_grad_norm=max_grad_norm,
+                overlap_updates=accumulate == 1 and on_step is None,
+                stop_on_nan=stop_on_nan,
+            )
             try:
                 if trainer.plan != self.plan:
                     self.choose(trainer.plan)  # so that what is measured can be set beside what was predicted
@@ -350,12 +366,14 @@ class Lab:
         self._listeners.notify("run")
         return run
 
-    def verify(self, batches: Sequence[Any], *, tolerance: float | None = None) -> "Certificate":
+    def verify(
+        self, batches: Sequence[Any], *, tolerance: float | None = None, shortened: bool | None = None
+    ) -> "Certificate":
         """Train copies a step on each batch, with the chosen plan and in plain PyTorch: see ``Trainer.verify``."""
         with self._work:
             self._must_be_free("verify")
             with self._trainer() as trainer:
-                return trainer.verify(batches, tolerance=tolerance)
+                return trainer.verify(batches, tolerance=tolerance, shortened=shortened)
 
     def evaluate(self, batch: Any) -> float:
         """The loss of a minibatch in eval mode, under the chosen plan: see ``Trainer.evaluate``."""
@@ -368,17 +386,20 @@ class Lab:
         """What training under the chosen plan takes of the devices' and the host's memory; arguments as ``launch``."""
         with self._work:
             self._must_be_open("forecast")
-            optimizer, plan, costs = self._to_train(max_grad_norm)
+            optimizer, plan, costs = self._to_train(max_grad_norm, overlap=accumulate == 1)
             return forecast_on(self.machine, plan.trace, self.layers, optimizer, costs, accumulate=accumulate)
 
     def _trainer(self, **options: Any) -> Trainer:
         if self.only_planned:
             raise HarmonyError(f"this Lab cannot train. {self.only_planned} To train: Machine.detect() or emulated()")
-        optimizer, chosen, measured = self._to_train(options.get("max_grad_norm"))
+        optimizer, chosen, measured = self._to_train()
+        plan = chosen.plan  # the trainer puts updates off itself where it must, and says so
+        if not options.get("overlap_updates"):
+            plan = plan.with_(overlapped_update=False)
         return Trainer(
             self.layers,
             optimizer,
-            self.plan or chosen.plan,  # the trainer puts updates off itself, and says so
+            plan,
             self.machine,
             profile=measured,
             seed=self.seed,
@@ -386,8 +407,10 @@ class Lab:
             **options,
         )
 
-    def _to_train(self, max_grad_norm: float | None) -> "tuple[torch.optim.Optimizer, Preview, Profile]":
-        """What training needs, with updates at the end where gradients are clipped."""
+    def _to_train(
+        self, max_grad_norm: float | None = None, *, overlap: bool = False
+    ) -> "tuple[torch.optim.Optimizer, Preview, Profile]":
+        """What training needs, with updates that wait where gradients are clipped."""
         if self.optimizer is None:
             raise HarmonyError(
                 "this Lab has no optimizer, so it can plan but not train: "
@@ -398,8 +421,8 @@ class Lab:
         chosen = self._preview
         assert chosen is not None
         measured = self._costs_in(chosen.plan.precision)
-        if max_grad_norm is not None and chosen.plan.just_in_time_update:
-            chosen = self.preview(chosen.plan.with_(just_in_time_update=False))
+        if max_grad_norm is not None:
+            chosen = self.preview(deferred(chosen.plan, max_grad_norm, overlap))
         return self.optimizer, chosen, measured
 
     def _num_samples(self, batch: Any) -> int:
@@ -458,20 +481,3 @@ class Lab:
 
     def _repr_html_(self) -> str:
         return fragment_html(self)
-
-
-def _check_kinds(optimizer: Any, machine: Any, loss_fn: Any) -> None:
-    """Mistakes that would show later, far from where they were made."""
-    from torch.optim import Optimizer
-
-    wrong = []
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        wrong.append(
-            f"optimizer is a {type(optimizer).__name__}, expected one of torch.optim over the model's parameters"
-        )
-    if machine is not None and not isinstance(machine, Machine | str):
-        wrong.append(f"machine is a {type(machine).__name__}, expected a Machine or a preset's name such as '4x4090'")
-    if loss_fn is not None and not callable(loss_fn):
-        wrong.append(f"loss_fn is a {type(loss_fn).__name__}, expected a function of (output, target)")
-    if wrong:
-        raise HarmonyError("; ".join(wrong))

@@ -126,6 +126,7 @@ def alive_bytes(program: Program, order: Order, chosen: Bools | None = None) -> 
 def _resident_bytes(program: Program, chosen: Bools | None) -> Ints:
     """Per device."""
     blocks, resident = program.block_columns, np.array(program.resident, dtype=np.int64)
+    resident = resident[blocks.device[resident] != HOST]
     if chosen is not None:
         resident = resident[chosen[resident]]
     num_bytes = np.zeros(program.num_devices, dtype=np.int64)

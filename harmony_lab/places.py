@@ -13,9 +13,9 @@ from harmony_lab.compiled import Bool, Int, Ints, compiled
 from harmony_lab.layers import ALIGNMENT_BYTES, TensorSpec
 from harmony_lab.machine import HOST
 from harmony_lab.order import Bools, Order, all_uses, most_alive_bytes
-from harmony_lab.program import OP_CODES, TENSOR_CODES, OpKind, Program, TensorKind
+from harmony_lab.program import OP_CODES, TENSOR_CODES, BlockColumns, OpKind, Program, TensorKind
 
-__all__ = ["Places", "Tensors", "place", "waiting_bytes"]
+__all__ = ["Places", "Tensors", "left_gradients", "place", "waiting_at_most", "waiting_bytes"]
 
 _MOVING = [OP_CODES[kind] for kind in (OpKind.SWAP_IN, OpKind.SWAP_OUT, OpKind.RECV)]
 _VALUES = [TENSOR_CODES[kind] for kind in (TensorKind.ACTIVATION, TensorKind.ACTIVATION_GRADIENT)]
@@ -34,11 +34,13 @@ class Tensors(Protocol):
 class Places:
     """``offsets``: by block, in bytes.  ``num_bytes``: of the memory that they lie in, of each device that has some and
     of the host (``HOST``).  ``beside_bytes``: per device, the most that other blocks take at once, under any timing.
+    ``left_bytes``: of the host's, beside, of gradients that are left for the next iteration, in places of their own.
     """
 
     offsets: dict[int, int]
     num_bytes: dict[int, int]
     beside_bytes: tuple[int, ...]
+    left_bytes: int = 0
 
     def device_bytes(self, device: int) -> int:
         """What the device must have in all."""
@@ -71,19 +73,37 @@ def place(program: Program, tensors: Tensors, *, shared: bool = True) -> Places:
             num_bytes[device] = needed
         else:
             beside_bytes[device] = most_alive_bytes(program, order)[device]
-    return Places(offsets=offsets, num_bytes=num_bytes, beside_bytes=tuple(beside_bytes))
+    left_bytes = int(blocks.num_bytes[left_gradients(program)].sum())
+    return Places(offsets=offsets, num_bytes=num_bytes, beside_bytes=tuple(beside_bytes), left_bytes=left_bytes)
+
+
+def waiting_at_most(program: Program, tensors: Tensors) -> int:
+    """Bytes of the host's memory that all that ever waits there would take side by side."""
+    blocks = program.block_columns
+    return int(_aligned(blocks.num_bytes, _tensors_in(blocks, tensors))[blocks.device == HOST].sum())
+
+
+def left_gradients(program: Program) -> list[int]:
+    """Blocks of the host that an iteration leaves for the updates of the next."""
+    blocks, (writes, _, frees) = program.block_columns, all_uses(program)
+    left = np.zeros(len(blocks.kind), dtype=np.bool_)
+    left[writes.block] = True
+    left[frees.block] = False
+    left &= (blocks.device == HOST) & (blocks.kind == TENSOR_CODES[TensorKind.GRADIENT])
+    found: list[int] = np.flatnonzero(left).tolist()
+    return found
 
 
 def waiting_bytes(program: Program, places: Places) -> tuple[int, int]:
     """Of the host's memory with places: bytes that gradients come to lie in, and those that only others do."""
     blocks = program.block_columns
-    gradient = (blocks.device == HOST) & (blocks.kind == TENSOR_CODES[TensorKind.GRADIENT])
+    gradient = np.flatnonzero((blocks.device == HOST) & (blocks.kind == TENSOR_CODES[TensorKind.GRADIENT])).tolist()
     covered = reached = 0
-    spans = ((places.offsets[block], int(blocks.num_bytes[block])) for block in np.flatnonzero(gradient).tolist())
+    spans = ((places.offsets[block], int(blocks.num_bytes[block])) for block in gradient if block in places.offsets)
     for start, size in sorted(spans):
         covered += max(0, start + size - max(start, reached))
         reached = max(reached, start + size)
-    return covered, places.num_bytes.get(HOST, 0) - covered
+    return covered + places.left_bytes, places.num_bytes.get(HOST, 0) - covered
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +124,30 @@ def _lives(program: Program) -> _Lives:
     adds_up = (by == OP_CODES[OpKind.BACKWARD]) & (blocks.kind[writes.block] == TENSOR_CODES[TensorKind.GRADIENT])
     placed = np.zeros(len(writer), dtype=np.bool_)
     placed[writes.block[np.isin(by, _MOVING) | adds_up]] = True
+    placed[left_gradients(program)] = False
     return _Lives(placed, writer, freer)
 
 
 def _room(program: Program, tensors: Tensors) -> Ints:
     """Bytes of each block with each of its tensors aligned."""
     blocks = program.block_columns
+    counts = _tensors_in(blocks, tensors)
+    for block in np.flatnonzero(blocks.kind == TENSOR_CODES[TensorKind.INPUT]).tolist():
+        counts[block] = len(tensors.batch_inputs_of(int(blocks.start[block]), int(blocks.stop[block])))
+    return _aligned(blocks.num_bytes, counts)
+
+
+def _tensors_in(blocks: BlockColumns, tensors: Tensors) -> Ints:
+    """How many each block holds, but for those of the batch, which are on devices only."""
     of_boundary = np.array([len(boundary) for boundary in tensors.boundaries], dtype=np.int64)
     counts = np.ones(len(blocks.kind), dtype=np.int64)
     values = np.isin(blocks.kind, _VALUES)
     counts[values] = of_boundary[blocks.start[values]]
-    for block in np.flatnonzero(blocks.kind == TENSOR_CODES[TensorKind.INPUT]).tolist():
-        counts[block] = len(tensors.batch_inputs_of(int(blocks.start[block]), int(blocks.stop[block])))
-    aligned: Ints = -(-blocks.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return counts
+
+
+def _aligned(num_bytes: Ints, counts: Ints) -> Ints:
+    aligned: Ints = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     beside: Ints = np.maximum(0, counts - 1) * ALIGNMENT_BYTES
     return aligned + beside
 

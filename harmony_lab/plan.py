@@ -1,16 +1,16 @@
 """Plan: the knobs of a schedule, their invariants, a one-line text form and JSON."""
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from harmony_lab.errors import PlanError
 from harmony_lab.machine import check_schema
+from harmony_lab.packs import Pack, joined, microbatches, parse_packs, parse_pairs, tiling
 from harmony_lab.precision import Precision
 
 __all__ = ["Mode", "Pack", "Plan", "difference", "microbatches"]
@@ -18,7 +18,7 @@ __all__ = ["Mode", "Pack", "Plan", "difference", "microbatches"]
 SCHEMA_VERSION = 1
 _PACKS = ("forward_packs", "backward_packs", "resident_packs", "kept_packs", "device_updates")
 _COUNTS = ("minibatch_size", "forward_microbatch_size", "backward_microbatch_size", "prefetch")
-_SWITCHES = ("peer_transfers", "just_in_time_update", "mirrored")
+_SWITCHES = ("peer_transfers", "just_in_time_update", "overlapped_update", "mirrored")
 _INDICES = ("devices", "device_stash")
 _KEYS = {
     *("minibatch", "forward", "backward", "devices", "prefetch", "peer", "update", "precision"),
@@ -29,16 +29,6 @@ _KEYS = {
 class Mode(StrEnum):
     DP = "dp"  # every device runs all packs on its share of the minibatch
     PP = "pp"  # packs go round the devices, every device sees the whole minibatch
-
-
-class Pack(NamedTuple):
-    """Consecutive layers [start, stop) that swap in and out together."""
-
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return f"{self.start}:{self.stop}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +43,8 @@ class Plan:
     ``prefetch``: how many packs ahead weights are fetched (0: nothing is; a pack's weights come once all that the pack
     before made has left, a microbatch's inputs once the one before has been computed).  ``peer_transfers``: between
     devices directly, else through the host.  ``just_in_time_update``: update a pack right after its backward, else all
-    at the end.  ``precision``: what layers compute in and weights move as.
+    at the end, or, with ``overlapped_update``, beside the next iteration's forward, in its order.  ``precision``: what
+    layers compute in and weights move as.
 
     Where memory is left, less need move or be computed twice:
 
@@ -80,6 +71,7 @@ class Plan:
     prefetch: int = 1
     peer_transfers: bool = True
     just_in_time_update: bool = True
+    overlapped_update: bool = False
     precision: Precision = Precision.FP32
     mirrored: bool = False
     resident_packs: tuple[Pack, ...] = ()
@@ -130,14 +122,14 @@ class Plan:
         if not self.backward_packs:
             yield "backward_packs must hold at least one pack"
             return
-        yield from _tiling("backward_packs", self.backward_packs, 0, self.backward_packs[-1].stop)
+        yield from tiling("backward_packs", self.backward_packs, 0, self.backward_packs[-1].stop)
         fused = self.backward_packs[-1]
         if fused.start == 0 and self.forward_packs:
             yield f"forward_packs must be empty: the one backward pack {fused} runs every layer's forward itself"
         elif fused.start > 0 and not self.forward_packs:
             yield f"forward_packs must tile layers 0:{fused.start}, those before the last backward pack; there are none"
         elif self.forward_packs:
-            yield from _tiling("forward_packs", self.forward_packs, 0, fused.start)
+            yield from tiling("forward_packs", self.forward_packs, 0, fused.start)
         yield from self._misplaced()
 
     def _misplaced(self) -> Iterable[str]:
@@ -164,9 +156,11 @@ class Plan:
             if pack not in self.backward_packs:
                 yield f"device_updates: {pack} must be one of backward_packs"
         if len(set(self.device_updates)) < len(self.device_updates):
-            yield f"device_updates: a pack is updated once, got {_joined(self.device_updates)}"
+            yield f"device_updates: a pack is updated once, got {joined(self.device_updates)}"
         if self.device_updates and not self.just_in_time_update:
             yield "device_updates need just_in_time_update: a device updates a pack right after its backward"
+        if self.overlapped_update and self.just_in_time_update:
+            yield "overlapped_update needs just_in_time_update off: updates wait for the next iteration's forward"
         if self.device_updates and self.precision is not Precision.FP32:
             yield f"device_updates need precision fp32: in {self.precision} the weights to update are on the host"
 
@@ -235,7 +229,8 @@ class Plan:
 
     def __str__(self) -> str:
         """One line; ``Plan.parse`` reads it back."""
-        extra = f" update={'jit' if self.just_in_time_update else 'end'}" + (" mirrored=on" if self.mirrored else "")
+        late = "next" if self.overlapped_update else "end"
+        extra = f" update={'jit' if self.just_in_time_update else late}" + (" mirrored=on" if self.mirrored else "")
         extra += "" if self.precision is Precision.FP32 else f" precision={self.precision}"
         staying = (
             ("resident", self.resident_packs),
@@ -244,12 +239,12 @@ class Plan:
             ("optimizer", self.device_updates),
         )
         for key, values in staying:
-            extra += f" {key}={_joined(values)}" if values else ""
+            extra += f" {key}={joined(values)}" if values else ""
         return (
             f"{self.mode} minibatch={self.minibatch_size} "
-            f"forward={self.forward_microbatch_size}[{_joined(self.forward_packs)}] "
-            f"backward={self.backward_microbatch_size}[{_joined(self.backward_packs)}] "
-            f"devices={_joined(self.devices)} prefetch={self.prefetch} "
+            f"forward={self.forward_microbatch_size}[{joined(self.forward_packs)}] "
+            f"backward={self.backward_microbatch_size}[{joined(self.backward_packs)}] "
+            f"devices={joined(self.devices)} prefetch={self.prefetch} "
             f"peer={'on' if self.peer_transfers else 'off'}{extra}"
         )
 
@@ -266,8 +261,9 @@ class Plan:
         if violations:
             raise PlanError(f"this is not a plan: {text!r}", violations)
         try:
-            forward_size, forward_packs = _parse_packs(parts["forward"])
-            backward_size, backward_packs = _parse_packs(parts["backward"])
+            forward_size, forward_packs = parse_packs(parts["forward"])
+            backward_size, backward_packs = parse_packs(parts["backward"])
+            update = _parse_update(parts.get("update", "jit"))
             return cls(
                 mode=Mode(mode),
                 minibatch_size=_parse_count("minibatch", parts["minibatch"]),
@@ -278,13 +274,14 @@ class Plan:
                 devices=tuple(_parse_count("devices", device) for device in parts["devices"].split(",")),
                 prefetch=_parse_count("prefetch", parts.get("prefetch", "1")),
                 peer_transfers=_parse_switch("peer", parts.get("peer", "on"), on="on", off="off"),
-                just_in_time_update=_parse_switch("update", parts.get("update", "jit"), on="jit", off="end"),
+                just_in_time_update=update == "jit",
+                overlapped_update=update == "next",
                 precision=_parse_precision(parts.get("precision", Precision.FP32)),
                 mirrored=_parse_switch("mirrored", parts.get("mirrored", "off"), on="on", off="off"),
-                resident_packs=_pairs(parts.get("resident", "")),
-                kept_packs=_pairs(parts.get("kept", "")),
+                resident_packs=parse_pairs(parts.get("resident", "")),
+                kept_packs=parse_pairs(parts.get("kept", "")),
                 device_stash=tuple(_parse_count("stash", b) for b in parts.get("stash", "").split(",") if b),
-                device_updates=_pairs(parts.get("optimizer", "")),
+                device_updates=parse_pairs(parts.get("optimizer", "")),
             )
         except PlanError:
             raise
@@ -327,11 +324,6 @@ class Plan:
         return cls.from_json(json.loads(Path(path).read_text()))
 
 
-def microbatches(start: int, stop: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Samples [start, stop) in microbatches of ``size``; the last may be smaller."""
-    return tuple((first, min(first + size, stop)) for first in range(start, stop, size))
-
-
 def difference(a: Plan, b: Plan) -> str:
     """The knobs in which ``b`` differs from ``a``, one per line; empty where none does.
 
@@ -362,7 +354,7 @@ def _where_unlike(before: tuple[Pack, ...], after: tuple[Pack, ...]) -> tuple[tu
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return (_joined(value) or "none") if isinstance(value, tuple) else str(value)
+    return (joined(value) or "none") if isinstance(value, tuple) else str(value)
 
 
 def _whole(name: str, given: Any) -> Any:
@@ -370,18 +362,6 @@ def _whole(name: str, given: Any) -> Any:
     if name in _COUNTS:
         return index(given)
     return tuple(Pack(*map(index, pack)) for pack in given) if name in _PACKS else tuple(map(index, given))
-
-
-def _tiling(name: str, packs: Sequence[Pack], start: int, stop: int) -> Iterable[str]:
-    edge = start
-    for pack in packs:
-        if pack.start != edge:
-            yield f"{name} must tile layers {start}:{stop} without gap or overlap: after {edge} comes pack {pack}"
-        if pack.stop <= pack.start:
-            yield f"{name}: pack {pack} holds no layer"
-        edge = pack.stop
-    if edge != stop:
-        yield f"{name} must end at layer {stop}, the last pack ends at {edge}"
 
 
 def _parse_count(name: str, text: str) -> int:
@@ -396,26 +376,13 @@ def _parse_precision(text: str) -> Precision:
     return Precision(text)
 
 
+def _parse_update(text: str) -> str:
+    if text not in ("jit", "end", "next"):
+        raise ValueError(f"update= is jit, end or next, got {text!r}")
+    return text
+
+
 def _parse_switch(name: str, text: str, *, on: str, off: str) -> bool:
     if text not in (on, off):
         raise ValueError(f"{name}= is {on} or {off}, got {text!r}")
     return text == on
-
-
-def _parse_packs(text: str) -> tuple[int, tuple[Pack, ...]]:
-    match = re.fullmatch(r"(\d+)\[((?:\d+:\d+)?(?:,\d+:\d+)*)\]", text)
-    if match is None:
-        raise ValueError(f"a microbatch size and packs like 4[0:3,3:6] were expected, got {text!r}")
-    size, packs = match.groups()
-    return int(size), _pairs(packs)
-
-
-def _pairs(text: str) -> tuple[Pack, ...]:
-    pairs = [pack.split(":") for pack in text.split(",") if pack]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"packs like 0:3,3:6 were expected, got {text!r}")
-    return tuple(Pack(int(start), int(stop)) for start, stop in pairs)
-
-
-def _joined(values: Iterable[object]) -> str:
-    return ",".join(map(str, values))

@@ -7,8 +7,8 @@ A Program is a list of ops over *blocks* of memory.  The rules that give it mean
   the list only, so a Program cannot deadlock.
 - An op's ``writes`` are allocated when it starts and hold their content when it ends.  Its ``frees`` are released when
   it ends.
-- ``resident`` blocks are on the devices before the first op.  For each, one block of the same tensor is never freed:
-  what an iteration finds it leaves for the next.
+- ``resident`` blocks are there before the first op.  For each, one block of the same tensor is never freed: what an
+  iteration finds it leaves for the next.  On the host these are gradients of the iteration before, for its updates.
 - Peak memory is a property of the Program, not of timing.  Ops are listed in the order in which memory was promised to
   them: when op k starts, what is resident and whatever ops up to k allocated may be alive, less what ops that must
   precede k have freed.

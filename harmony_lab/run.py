@@ -5,17 +5,17 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from html import escape
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from harmony_lab.batches import endless
 from harmony_lab.errors import HarmonyError, StepCancelledError, TrainingError
 from harmony_lab.listeners import Listeners
 from harmony_lab.plan import Plan
+from harmony_lab.step_record import StepRecord, StepTrainer
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_seconds
 
@@ -35,40 +35,6 @@ class RunStatus(StrEnum):
 
 
 _ACTIVE = (RunStatus.RUNNING, RunStatus.PAUSED)
-
-
-class StepTrainer(Protocol):
-    """What a run needs of a trainer.  ``notes``: what is worth knowing before the first step."""
-
-    notes: tuple[str, ...]
-
-    @property
-    def predicted(self) -> Trace: ...
-
-    @property
-    def last_trace(self) -> Trace | None: ...
-
-    @property
-    def last_norm(self) -> float | None: ...
-
-    def step(self, batch: Any) -> float: ...
-
-    def accumulate(self, batches: Sequence[Any]) -> float: ...
-
-    def cancel(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """One step of a run, for logging.  ``step`` counts from 1.  ``grad_norm``: None unless gradients are clipped."""
-
-    step: int
-    loss: float
-    seconds: float
-    num_samples: int
-    grad_norm: float | None
 
 
 class _Task(NamedTuple):
@@ -94,6 +60,10 @@ class Run:
 
     ``accumulate``: minibatches per step, see ``Trainer.accumulate``.  ``on_step`` is called after every step, on the
     run's thread; where it fails the run goes on and a note says so.
+
+    Under a plan with ``update=next`` each step leaves its updates to the next (``Trainer.step``), but for those that
+    ``on_step`` is told of: then, and while the run is paused and when it has ended, weights are those of all its steps.
+    Who subscribes to a run's events is told of its progress, and must not count on the weights.
     """
 
     def __init__(
@@ -119,6 +89,7 @@ class Run:
         self.record_every = record_every
         self.predicted = trainer.predicted
         self.accumulate = accumulate
+        self._leaves = plan.overlapped_update and accumulate == 1 and on_step is None
         self._task: _Task | None = _Task(trainer, endless(data), num_samples, on_step)
         self._listeners = Listeners()
         self._changed = threading.Condition()
@@ -301,7 +272,7 @@ class Run:
 
     def _steps(self, task: _Task) -> RunStatus:
         for number in range(self.steps):
-            if not self._may_go_on():
+            if not self._may_go_on(task.trainer):
                 return RunStatus.STOPPED
             batches = list(islice(task.batches, self.accumulate))
             if len(batches) < self.accumulate:
@@ -315,7 +286,10 @@ class Run:
                 return RunStatus.STOPPED
             begin = time.perf_counter()
             try:
-                loss = task.trainer.step(batches[0]) if self.accumulate == 1 else task.trainer.accumulate(batches)
+                if self.accumulate > 1:
+                    loss = task.trainer.accumulate(batches)
+                else:
+                    loss = task.trainer.step(batches[0], leave_updates=self._leaves)
             except StepCancelledError:
                 return RunStatus.STOPPED
             seconds = time.perf_counter() - begin
@@ -337,8 +311,14 @@ class Run:
 
     def _tell(self, task: _Task, number: int, loss: float, seconds: float, num_samples: int) -> None:
         assert task.on_step is not None
-        norm = task.trainer.last_norm
-        record = StepRecord(step=number + 1, loss=loss, seconds=seconds, num_samples=num_samples, grad_norm=norm)
+        record = StepRecord(
+            step=number + 1,
+            loss=loss,
+            seconds=seconds,
+            num_samples=num_samples,
+            grad_norm=task.trainer.last_norm,
+            trace=task.trainer.last_trace,
+        )
         try:
             task.on_step(record)
         except Exception as error:  # logging only watches, as listeners do
@@ -353,7 +333,7 @@ class Run:
                 self._peak_bytes.append(trace.peak_bytes)
         self._listeners.notify("step")
 
-    def _may_go_on(self) -> bool:
+    def _may_go_on(self, trainer: StepTrainer) -> bool:
         """Hold still while asked to; False when asked to stop or when the interpreter waits for its threads to end."""
         while True:
             with self._changed:
@@ -363,6 +343,11 @@ class Run:
                     return True
                 if self._status is RunStatus.PAUSED:
                     self._changed.wait(_PAUSE_CHECK_S)
+                    continue
+            if self._leaves:
+                trainer.finish()  # so that weights are those of all steps
+            with self._changed:
+                if not self._pause_wanted:
                     continue
                 self._status = RunStatus.PAUSED
                 self._changed.notify_all()

@@ -20,6 +20,7 @@ __all__ = ["MemoryTimeline", "Origin", "Span", "Trace"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+_STREAMS = tuple(Stream)  # by ``STREAM_CODES``
 
 
 class Origin(StrEnum):
@@ -110,9 +111,11 @@ class Trace:
     @cached_property
     def busy_s(self) -> dict[tuple[int, Stream], float]:
         """Seconds in which each (device, stream) had an op running."""
-        spent = self.end_s - self.start_s
-        queues = self.program.queues.items()
-        return {key: float(spent[list(queue)].sum()) for key, queue in queues if key[1] is not Stream.MEMORY}
+        ops, size = self.program.op_columns, len(_STREAMS)
+        spent = np.bincount((ops.device - HOST) * size + ops.stream, weights=self.end_s - self.start_s)
+        used = np.unique((ops.device - HOST) * size + ops.stream).tolist()
+        keys = {key: (key // size + HOST, _STREAMS[key % size]) for key in used}
+        return {keys[key]: float(spent[key]) for key in used if keys[key][1] is not Stream.MEMORY}
 
     def busy_fraction(self, device: int, stream: Stream) -> float:
         return self.busy_s.get((device, stream), 0.0) / self.makespan_s if self.makespan_s else 0.0

@@ -1,7 +1,8 @@
 """Plans at work: simulate one, train with one.  Here planner, profiler and runtime meet."""
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,15 @@ from harmony_lab.errors import HarmonyError
 from harmony_lab.forecast import Forecast, forecast, measured_state_bytes
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
-from harmony_lab.plan import Plan, microbatches
+from harmony_lab.plan import Plan
 from harmony_lab.planner.check import check
+from harmony_lab.planner.explain_waiting import waiting_for_gradients
 from harmony_lab.planner.lower import lower
 from harmony_lab.program import Program
 from harmony_lab.simulator.engine import run
+from harmony_lab.step_record import StepHooks, StepRecord
 from harmony_lab.trace import Trace
+from harmony_lab.training_plan import deferred, sizes_to_measure, sizes_to_run, suggestions
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Trainer", "simulate"]
 
 _log = logging.getLogger("harmony_lab")
-_FUSABLE = ("Adam", "AdamW")  # whose fused step is that much faster on the host
 _SEVERAL = "an update from several minibatches needs the gradients of all of them"
 
 
@@ -45,9 +48,10 @@ class Trainer:
     """Trains ``layers`` with ``optimizer`` under ``plan``, one minibatch a step, in this process.
 
     The user's own parameters are trained, by the user's own optimizer; ``model.state_dict()`` is current after every
-    step.  Layers compute in the plan's precision (see ``harmony_lab.precision``).  Without ``profile`` the layers are
-    profiled first, for the plan's microbatch sizes.  A minibatch of another size than the plan's runs under the same
-    schedule, made for its size; a larger one is refused where the host has no room for it.
+    step, unless that was asked to leave its updates to the next.  Layers compute in the plan's precision (see
+    ``harmony_lab.precision``).  Without ``profile`` the layers are profiled first, for the plan's microbatch sizes.  A
+    minibatch of another size than the plan's runs under the same schedule, made for its size; a larger one is refused
+    where the host has no room for it.
 
     ``seed`` fixes random masks (see ``reproducible_randomness``), others in every step.  ``first_step``: how many
     steps were trained before, so that training that goes on draws the masks it would have drawn without the break.
@@ -55,11 +59,12 @@ class Trainer:
 
     ``accumulate``: how many minibatches an update will be made of (see the method), so that memory is asked for first.
     ``max_grad_norm``: gradients are clipped as by ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.  That
-    needs all gradients before the first update, so updates come at the end of the iteration (``update=end``, taken
-    whatever the plan says; ``notes`` tells).  What it costs: the host holds all gradients at once and reads them once
-    more, and no update runs beside computing; ``predicted`` and ``forecast`` have it in, but for that reading.
-    Clipping, several minibatches and optimizers that keep parameters in attributes of their own (``only_on_host``) need
-    the host to update: the packs of ``device_updates`` are then updated there too; ``notes`` tells.
+    needs all gradients before the first update, so updates come at the end of the iteration (``update=end``), or, with
+    ``overlap_updates`` or a plan that has it, beside the forward of the next (``update=next``), for steps that leave
+    them to it (see ``step``).  ``notes`` tells what that costs; the host holds all gradients at once and reads them
+    once more, which is all that ``predicted`` has not in.  Clipping, several minibatches and optimizers that keep
+    parameters in attributes of their own (``only_on_host``) need the host to update: the packs of ``device_updates``
+    are then updated there too; ``notes`` tells.
     ``stop_on_nan``: a loss that is not finite ends the step, before its first update.
 
     Raises ``HostMemoryError`` where the host's memory does not suffice (see ``forecast``), before anything is touched.
@@ -80,6 +85,7 @@ class Trainer:
         chaos_seed: int | None = None,
         accumulate: int = 1,
         max_grad_norm: float | None = None,
+        overlap_updates: bool = False,
         stop_on_nan: bool = False,
     ) -> None:
         from harmony_lab.profiler.compiling import prepare
@@ -88,10 +94,10 @@ class Trainer:
         from harmony_lab.runtime.optimizer import only_on_host
         from harmony_lab.runtime.runner import Runner
 
-        plan = Plan.of(plan)
+        given = plan = Plan.of(plan)
         self.notes: tuple[str, ...] = ()
         if max_grad_norm is not None:
-            plan = self._deferred(plan, max_grad_norm)
+            plan = deferred(plan, max_grad_norm, overlap_updates)
         if plan.device_updates and accumulate > 1:
             plan = self._updating_on_host(plan, _SEVERAL)
         if plan.device_updates and (reason := only_on_host(optimizer)):
@@ -99,7 +105,7 @@ class Trainer:
         layers = in_precision(layers, plan.precision, machine)
         self.layers, self.plan, self.machine = layers, plan, machine
         if profile is None:
-            profile = measure(layers, machine, optimizer, microbatch_sizes=_sizes_to_measure(plan, layers))
+            profile = measure(layers, machine, optimizer, microbatch_sizes=sizes_to_measure(plan, layers))
         if plan.device_updates and not profile.optimizer_state_bytes and measured_state_bytes(layers, optimizer):
             raise HarmonyError(
                 "the plan updates packs on devices, where this optimizer's state needs room, but the profile was made "
@@ -108,11 +114,18 @@ class Trainer:
         self.profile = profile
         self._optimizer, self._seed, self._max_grad_norm = optimizer, seed, max_grad_norm
         self._waiting = {"all_gradients": max_grad_norm is not None, "all_losses": stop_on_nan}
+        self._hooks = StepHooks()
         self._programs: dict[Plan, Program] = {}
         self._forecasts: dict[int, Forecast] = {}
         self._lowered(plan.minibatch_size)  # a plan that cannot run is refused before the parameters are touched
+        if max_grad_norm is not None:
+            waits = waiting_for_gradients(plan, self.predicted.makespan_s, given, profile, machine)
+            self.notes = (
+                f"gradients are clipped by their norm, which is known when all of them are: {waits}",
+                *self.notes,
+            )
         self._require_memory(accumulate=accumulate)
-        prepare(layers, machine, _sizes_to_run(plan))
+        prepare(layers, machine, sizes_to_run(plan))
         self._runner = Runner(
             layers,
             optimizer,
@@ -125,16 +138,27 @@ class Trainer:
             stop_on_nan=stop_on_nan,
             evaluation=self._evaluation,
             lower_for_several=self._lowered_for_several,
+            lower_leaving=self._lowered_leaving if plan.overlapped_update else None,
         )
-        self.notes += _suggestions(optimizer)
+        self.notes += suggestions(optimizer)
 
-    def step(self, batch: Any) -> float:
+    def step(self, batch: Any, *, leave_updates: bool = False) -> float:
         """One iteration on a minibatch as the model takes it: forward, backward, update.  Returns the minibatch's loss.
+
+        ``leave_updates``: under a plan with ``update=next`` the updates are left to the next step, which makes them
+        beside its forward, so that devices need not wait.  Until then, or until ``finish``, parameters and the
+        optimizer's state are those before this step: look at neither, and change neither, in between.  A learning rate
+        scheduler may go on.  A step that fails or is cancelled makes the updates that were left to it all the same.
 
         Raises ``TrainingError`` when something inside fails, saying which layers had been updated; the next step can be
         taken.
         """
-        return self._runner.step(batch)
+        leaves = leave_updates and not self._hooks  # which may look at the weights
+        return self._told([batch], lambda: self._runner.step(batch, leave_updates=leaves))
+
+    def finish(self) -> None:
+        """Make the updates that the last step has left, if it has; ``evaluate``, ``verify`` and ``close`` do so too."""
+        self._runner.finish()
 
     def accumulate(self, batches: Sequence[Any]) -> float:
         """One update from several minibatches, as if they were one: returns the loss of all their samples together.
@@ -152,7 +176,30 @@ class Trainer:
         if self.plan.device_updates and len(batches) > 1:
             self._updating_on_host(self.plan, _SEVERAL)
         self._require_memory(accumulate=len(batches))
-        return self._runner.accumulate(batches)
+        return self._told(batches, lambda: self._runner.accumulate(batches))
+
+    def on_step(self, callback: Callable[[StepRecord], None]) -> Callable[[], None]:
+        """Call back after every step, on the thread that takes it; the function returned takes the callback away again.
+
+        The step is done then, its updates are made, and what a callback raises arrives where ``step`` was called.
+        """
+        return self._hooks.add(callback)
+
+    def _told(self, batches: Sequence[Any], take: Callable[[], float]) -> float:
+        """Take a step; tell those who want to hear of it."""
+        begin_s = time.perf_counter()
+        loss = take()
+        if self._hooks:
+            record = StepRecord(
+                step=self.step_count,
+                loss=loss,
+                seconds=time.perf_counter() - begin_s,
+                num_samples=sum(self.layers.flatten_batch(batch)[1]["batch"] for batch in batches),
+                grad_norm=self.last_norm,
+                trace=self.last_trace,
+            )
+            self._hooks.call(record)
+        return loss
 
     def cancel(self) -> bool:
         """End the step that another thread is in, which then raises ``StepCancelledError``: the model, its buffers and
@@ -175,19 +222,24 @@ class Trainer:
         """
         return self._runner.evaluate(batch)
 
-    def verify(self, batches: Sequence[Any], *, tolerance: float | None = None) -> "Certificate":
+    def verify(
+        self, batches: Sequence[Any], *, tolerance: float | None = None, shortened: bool | None = None
+    ) -> "Certificate":
         """Train a step on each batch beside plain PyTorch, on copies of model and optimizer, and compare.
+
+        ``shortened``: with layers that repeat left out; None: where the host has no room for copies of all.
 
         See ``verification.verify``.  ``tolerance``: the largest relative difference that passes, by default 1e-4, or
         0.05 for parameters of 16 bits; for a plan in bf16 0.01 in losses and buffers and 0.2 in gradients.  Raises
         ``HostMemoryError`` where the copies have no room.
         """
+        from harmony_lab.subjects import fitting, step_bytes
         from harmony_lab.verification import Subject, verify
 
+        self.finish()
         expected = self.forecast()
-        activations = self.profile.activation_bytes(self.plan.backward_microbatch_size)
-        emulated_and_kept = expected.host_bytes - expected.weight_bytes - expected.optimizer_state_bytes
         subject = Subject(
+            model=type(self.layers.model).__name__,
             layers=self.layers,
             optimizer=self._optimizer,
             plan=self.plan,
@@ -196,14 +248,14 @@ class Trainer:
             seed=self._seed,
             first_step=self.step_count,
             max_grad_norm=self._max_grad_norm,
-            step_bytes=emulated_and_kept + self.layers.trainable_bytes + activations,
+            step_bytes=step_bytes(expected, self.layers, self.profile, self.plan.backward_microbatch_size),
             optimizer_state_bytes=expected.optimizer_state_bytes,
         )
-        return verify(subject, list(batches), tolerance)
+        return verify(fitting(subject, self.profile, shortened, self._waiting), list(batches), tolerance)
 
     def forecast(self, *, accumulate: int = 1) -> Forecast:
         """What training takes of the devices' and the host's memory.  ``accumulate``: minibatches per update."""
-        program = (self._lowered_for_several if accumulate > 1 else self._lowered)(self.plan.minibatch_size)
+        program = (self._lowered_for_several if accumulate > 1 else self._as_planned)(self.plan.minibatch_size)
         return forecast(program, self.layers, self._optimizer, self.profile, self.machine, accumulate=accumulate)
 
     @property
@@ -229,8 +281,9 @@ class Trainer:
 
     @property
     def predicted(self) -> Trace:
-        """What the simulator says of the plan, to set beside ``last_trace``."""
-        return run(self._lowered(self.plan.minibatch_size), self.profile, self.machine)
+        """What the simulator says of the plan, to set beside ``last_trace``; under ``update=next`` of a step that makes
+        the updates of another and leaves its own."""
+        return run(self._as_planned(self.plan.minibatch_size), self.profile, self.machine)
 
     def close(self) -> None:
         """End all threads, free the devices, give the parameters their own storage; safe to call twice."""
@@ -243,17 +296,6 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _deferred(self, plan: Plan, max_grad_norm: float) -> Plan:
-        """The plan with updates at the end."""
-        if not max_grad_norm > 0:
-            raise HarmonyError(f"max_grad_norm must be above 0, got {max_grad_norm}; None clips nothing")
-        if plan.just_in_time_update:
-            self.notes += (
-                "gradients are clipped by their norm, which is known when all of them are: updates come at the end of "
-                "each iteration (update=end), on the host, instead of just in time",
-            )
-        return plan.with_(just_in_time_update=False, device_updates=())
 
     def _updating_on_host(self, plan: Plan, reason: str) -> Plan:
         """The plan without updates on devices, which is told once."""
@@ -277,13 +319,23 @@ class Trainer:
             replace(found, present_bytes=found.present_bytes + self._runner.kept_bytes).require()
 
     def _lowered(self, minibatch_size: int) -> Program:
+        """With a step's own updates."""
+        program = self._program_of(self._plan_for(minibatch_size).with_(overlapped_update=False))
+        self._require_room(program, self.layers)
+        return program
+
+    def _lowered_leaving(self, minibatch_size: int) -> Program:
+        """With the updates of the step before."""
         program = self._program_of(self._plan_for(minibatch_size))
         self._require_room(program, self.layers)
         return program
 
+    def _as_planned(self, minibatch_size: int) -> Program:
+        return (self._lowered_leaving if self.plan.overlapped_update else self._lowered)(minibatch_size)
+
     def _lowered_for_several(self, minibatch_size: int) -> Program:
         """Where a minibatch makes one update with others."""
-        program = self._program_of(self._plan_for(minibatch_size).with_(device_updates=()))
+        program = self._program_of(self._plan_for(minibatch_size).with_(device_updates=(), overlapped_update=False))
         self._require_room(program, self.layers, accumulate=2)
         return program
 
@@ -293,7 +345,9 @@ class Trainer:
 
         program = self._programs.get(plan)
         if program is None:
-            program = updating_after(lower(plan, self.profile, self.machine), **self._waiting)
+            program = lower(plan, self.profile, self.machine)
+            if not plan.overlapped_update:
+                program = updating_after(program, **self._waiting)
             check(program)
             check_buffers(program, self.layers)
             self._programs[plan] = program
@@ -312,7 +366,7 @@ class Trainer:
 
         layers = in_precision(evaluation_layers(self.layers), self.plan.precision, self.machine)
         plan = evaluation_plan(self.plan, self.layers, layers)
-        costs = measure(layers, self.machine, microbatch_sizes=_sizes_to_measure(plan, layers))
+        costs = measure(layers, self.machine, microbatch_sizes=sizes_to_measure(plan, layers))
 
         def program(minibatch_size: int) -> Program:
             whole = minibatch_size == plan.minibatch_size
@@ -322,25 +376,3 @@ class Trainer:
             return lowered
 
         return Evaluation(layers, program)
-
-
-def _suggestions(optimizer: "Optimizer") -> tuple[str, ...]:
-    name = type(optimizer).__name__
-    if name not in _FUSABLE or all(group.get("fused") for group in optimizer.param_groups):
-        return ()
-    return (f"on the host, {name} updates several times as fast when it is made with fused=True",)
-
-
-def _sizes_to_measure(plan: Plan, layers: LayerSequence) -> list[int]:
-    """Microbatch sizes that a plan runs, with the smallest, so that those of smaller minibatches can be interpolated.
-
-    Where samples meet in a layer that is two: batch norm has no statistics of one.
-    """
-    smallest = min(2, plan.minibatch_size) if layers.couples_samples else 1
-    return sorted(_sizes_to_run(plan) | {smallest})
-
-
-def _sizes_to_run(plan: Plan) -> set[int]:
-    shares = [plan.share(position) for position in range(plan.num_devices)]
-    chosen = (plan.forward_microbatch_size, plan.backward_microbatch_size)
-    return {stop - start for share in shares for size in chosen for start, stop in microbatches(*share, size)}

@@ -1,7 +1,5 @@
 """verify: steps of training under a plan beside the same steps in plain PyTorch, both on copies."""
 
-import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor
 
 from harmony_lab.certificate import Certificate, Difference
+from harmony_lab.copies import copied, copied_layers
 from harmony_lab.errors import HarmonyError, HostMemoryError
 from harmony_lab.layers import LOSS_TOTALS, LayerSequence
 from harmony_lab.machine import Machine
@@ -17,17 +16,14 @@ from harmony_lab.plan import Mode, Plan, microbatches
 from harmony_lab.precision import Precision
 from harmony_lab.profiler.compiling import is_compiled
 from harmony_lab.profiler.precision import plain_precision
-from harmony_lab.profiler.randomness import reproducible_randomness
-from harmony_lab.profiler.recipe import Recipe, recipe_of
 from harmony_lab.program import Program
 from harmony_lab.runtime.host_memory import available_bytes
 from harmony_lab.runtime.losses import weight_of
 from harmony_lab.runtime.moves import batch_slice
-from harmony_lab.runtime.optimizer import move_state
 from harmony_lab.runtime.runner import Runner, step_seed
 from harmony_lab.units import format_bytes
 
-__all__ = ["Subject", "verify"]
+__all__ = ["Subject", "require_memory", "verify"]
 
 _TOLERANCE = 1e-4
 _LOW_PRECISION_TOLERANCE = 5e-2  # of types of 16 bits and less
@@ -43,6 +39,7 @@ _SMALLEST_SCALE_ROUNDED = 1e-2  # under bf16, and where the order of operations 
 class Subject:
     """What is verified: a Trainer's parts and settings.  ``lower``: programs by minibatch size."""
 
+    model: str
     layers: LayerSequence
     optimizer: torch.optim.Optimizer
     plan: Plan
@@ -53,6 +50,7 @@ class Subject:
     max_grad_norm: float | None
     step_bytes: int  # of the host's memory, beside both copies: what a step takes here, and plain activations
     optimizer_state_bytes: int  # once there is all of it
+    shortened_from: int | None = None  # layers that the model has
 
 
 def verify(subject: Subject, batches: Sequence[Any], tolerance: float | None = None) -> Certificate:
@@ -64,23 +62,26 @@ def verify(subject: Subject, batches: Sequence[Any], tolerance: float | None = N
     optimizer such as Adam makes a full step of the rounding in a gradient that is zero, and that would say nothing.  So
     parameters and optimizer state show what updating pack by pack does, and every step starts from the same parameters.
 
+    Of a shortened model the layers are run one after the other, by plain autograd, for there is no module of them.
+
     Raises ``HostMemoryError`` where the host has no room for the copies.
     """
-    recipe = recipe_of(subject.layers)
     if not batches:
         raise HarmonyError("nothing to verify with: give at least one batch")
-    _require_memory(subject)
+    require_memory(subject)
     with torch.random.fork_rng(devices=()):
-        return _Comparison(subject, recipe, tolerance).run(batches)
+        return _Comparison(subject, tolerance).run(batches)
 
 
 class _Comparison:
     """Both copies, and the largest differences so far."""
 
-    def __init__(self, subject: Subject, recipe: Recipe, tolerance: float | None) -> None:
+    def __init__(self, subject: Subject, tolerance: float | None) -> None:
         self._subject = subject
-        self._layers, self._optimizer, _ = _copies(subject, recipe)
-        self._plain, self._plain_optimizer, self._plain_recipe = _copies(subject, recipe)
+        make = copied if subject.shortened_from is None else copied_layers
+        ours, theirs = (make(subject.layers, subject.optimizer) for _ in range(2))
+        self._layers, self._optimizer = ours.layers, ours.optimizer
+        self._plain, self._plain_optimizer, self._plain_loss = theirs.layers, theirs.optimizer, theirs.loss
         self._names = [name for name, spec in subject.layers.state.items() if spec.trainable]
         tolerances = _tolerances(subject) if tolerance is None else dict.fromkeys(_COMPARED, tolerance)
         self._found = {
@@ -109,11 +110,13 @@ class _Comparison:
                 self._note("loss", where, torch.tensor(ours), torch.tensor(theirs))
                 self._compare_state(where)
         return Certificate(
-            model=type(subject.layers.model).__name__,
+            model=subject.model,
             plan=str(subject.plan),
             steps=len(batches),
             differences=tuple(self._found.values()),
             losses=tuple(losses),
+            num_layers=len(subject.layers),
+            shortened_from=subject.shortened_from,
         )
 
     def _observe(self, gradients: Mapping[str, Tensor]) -> None:
@@ -127,8 +130,8 @@ class _Comparison:
         with plain_precision(self._subject.plan.precision, masters) as computing:
             for weight, samples, part in self._microbatches(batch):
                 seed = step_seed(self._subject.seed, step)
-                with computing(), reproducible_randomness(self._subject.layers, seed, samples):
-                    loss = self._plain_recipe.plain_loss(part) * weight
+                with computing():
+                    loss = self._plain_loss(part, samples, seed) * weight
                 if weight:  # where nothing counts plain PyTorch's loss is 0 / 0
                     loss.backward()  # type: ignore[no-untyped-call] # torch's has no types
                     total += loss.item()
@@ -217,35 +220,7 @@ def _tolerances(subject: Subject) -> dict[str, float]:
     return tolerances | (_BF16_TOLERANCES if subject.plan.precision is Precision.BF16 else {})
 
 
-# -- copies -----------------------------------------------------------------------------------------------------------
-
-
-def _copies(subject: Subject, recipe: Recipe) -> tuple[LayerSequence, torch.optim.Optimizer, Recipe]:
-    """Layers over copies of the model's tensors, the optimizer over the same copies, and the copied model."""
-    memo: dict[int, Any] = {}
-    copied = recipe.copied(memo)
-    tensors = {name: memo.get(id(tensor), tensor) for name, tensor in subject.layers.tensors.items()}
-    layers = replace(subject.layers, model=copied.model, tensors=tensors, recipe=copied)
-    return layers, _copied_optimizer(subject.optimizer, memo), copied
-
-
-def _copied_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """Over the parameters that ``memo`` has for its own, with their state.
-
-    An optimizer copies its groups and state alone.  What a class keeps beside them comes with it, but for functions
-    that were set on this instance: a learning rate scheduler's would step the original.
-    """
-    copied = copy.deepcopy(optimizer, memo)
-    for name, value in vars(optimizer).items():
-        if name not in vars(copied) and not inspect.isroutine(value):
-            setattr(copied, name, copy.deepcopy(value, memo))
-    for group in copied.param_groups:
-        for parameter in group["params"]:
-            move_state(copied, group, parameter, torch.device("cpu"))  # some may be on the devices that update
-    return copied
-
-
-def _require_memory(subject: Subject) -> None:
+def require_memory(subject: Subject) -> None:
     layers = subject.layers
     model = sum(tensor.nbytes for tensor in layers.tensors.values())
     shadowed = [spec for spec in layers.state.values() if spec.shadow]

@@ -100,6 +100,37 @@ def test_chaos_shows_a_removed_wait(
     assert any(_outcome(setting, program, seed) != right for program in broken for seed in range(SEEDS))
 
 
+def test_chaos_shows_weights_that_come_in_before_they_are_updated() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    layers = decompose(model, (torch.randn(2, 8), torch.randn(2, 8)), nn.MSELoss())
+    machine = Machine.emulated(2, memory="1MiB", link="1e12")
+    costs = profile(layers, machine, torch.optim.SGD(model.parameters()), microbatch_sizes=(1, 2), trials=1)
+    plan = PLAN.with_(just_in_time_update=False, overlapped_update=True)
+    program, start = lower(plan, costs, machine), copy.deepcopy(model.state_dict())
+    batch = torch.randn(6, 8), torch.randn(6, 8)
+
+    def outcome(of: Program, seed: int) -> list[list[float]]:
+        model.load_state_dict(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Runner(
+            layers, optimizer, machine, lower, lower_leaving=lambda _: of, chaos_seed=seed, interleaves=True
+        ) as runner:
+            for _ in range(2):
+                runner.step(batch, leave_updates=True)
+        return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+    right = outcome(program, 0)
+    edges = [
+        (number, other)
+        for number, op in enumerate(program.ops)
+        for other in op.after
+        if op.kind is OpKind.SWAP_IN and program.ops[other].kind is OpKind.UPDATE
+    ]
+    assert len(edges) >= 3
+    assert all(outcome(program, seed) == right for seed in range(SEEDS))
+    assert any(outcome(_without(program, *edge), seed) != right for edge in edges for seed in range(SEEDS))
+
+
 def test_random_plans_train_as_plain_pytorch_in_any_order() -> None:
     """Of 3 to 12 layers, with every switch; ``harmony-lab bench runtime`` runs twenty times as many."""
     assert chaos.failures(100) == {}

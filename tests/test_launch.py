@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import models
 import pytest
@@ -90,9 +91,15 @@ def test_a_paused_run_has_the_weights_of_the_steps_it_counts(lab: Lab) -> None:
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=2e-6 * len(run.losses))
 
 
-def test_a_clipped_run_says_that_updates_come_at_the_end_and_its_traces_can_be_compared(lab: Lab) -> None:
-    run = lab.launch(BATCHES, 2, max_grad_norm=1.0).wait(60)
-    assert "updates come at the end" in run.notes[0]
+@pytest.mark.parametrize(
+    ("options", "when"),
+    [({}, "updates come beside the next iteration's forward"), ({"on_step": print}, "updates come at the end")],
+)
+def test_a_clipped_run_says_when_updates_come_and_its_traces_can_be_compared(
+    lab: Lab, options: dict[str, Any], when: str
+) -> None:
+    run = lab.launch(BATCHES, 3, max_grad_norm=1.0, **options).wait(60)
+    assert when in run.notes[0]
     assert not run.plan.just_in_time_update
     assert lab.plan == run.plan
     assert run.trace is not None

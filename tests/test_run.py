@@ -61,7 +61,7 @@ class CountingTrainer:
         self.groups.append(len(batches))
         return sum(self.step(batch) for batch in batches) / len(batches)
 
-    def step(self, batch: Any) -> float:
+    def step(self, batch: Any, *, leave_updates: bool = False) -> float:
         self.during(len(self.batches))
         self.batches.append(batch)
         return 100.0 - len(self.batches)
@@ -157,7 +157,7 @@ def test_a_step_that_can_be_cancelled_does_not_hold_up_a_stop() -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
     class Cancelled(CountingTrainer):
-        def step(self, batch: Any) -> float:
+        def step(self, batch: Any, *, leave_updates: bool = False) -> float:
             begun.set()
             assert cancelled.wait(30)
             raise StepCancelledError("cancelled")
@@ -311,7 +311,7 @@ from harmony_lab.run import Run
 class Endless:
     predicted = last_trace = last_norm = None
     notes = ()
-    def step(self, batch): return 0.0
+    def step(self, batch, leave_updates): return 0.0
     def close(self): print("closed")
 
 plan = Plan.parse("dp minibatch=4 forward=4[] backward=4[0:2] devices=0")

@@ -33,6 +33,7 @@ _STEPS = 2
 _TOLERANCE = 1e-9  # in float64: only the order of sums differs
 _SIZES = (1, 2, 3, 4)
 _IN_THREADS_EVERY = 10
+_PATIENCE_S = 60.0  # without any op ending: then threads wait for each other
 
 
 class _Setting(NamedTuple):
@@ -72,11 +73,13 @@ def run_plan(seed: int) -> str | None:
             optimizer,
             setting.machine,
             lambda _: setting.program,
+            lower_leaving=(lambda _: setting.program) if plan.overlapped_update else None,
             chaos_seed=seed,
             interleaves=not in_threads,
+            patience_s=_PATIENCE_S,
         ) as runner:
             for batch in batches:
-                runner.step(batch)
+                runner.step(batch, leave_updates=plan.overlapped_update)
             held = runner.device_bytes
         left = runner.device_bytes
         apart = max((a - b).abs().max().item() for a, b in zip(model.parameters(), expected, strict=True))
@@ -130,7 +133,8 @@ def _plain(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[Tenso
 
 def _setting(rng: random.Random, plan: Plan, costs: Profile) -> _Setting:
     """The plan, with some updates on devices, and devices that have just the memory it needs."""
-    machine = Machine.emulated(3, memory="64MiB", link=1e12, peer_transfers=rng.random() < 0.8)
+    peers = rng.random() < 0.8
+    machine = Machine.emulated(3, memory="64MiB", link=1e12, peer_transfers=peers, bridge=None if peers else 1e12)
     share = rng.choice((0.0, 0.5, 1.0))
     plan = plan.with_(device_updates=[pack for pack in updatable(plan, costs, machine) if rng.random() < share])
     needed = peak_bytes(lower(plan, costs, machine))
@@ -164,7 +168,8 @@ def _plan(rng: random.Random, num_layers: int) -> Plan:
             plan = plan.with_(**change)
         except PlanError:
             continue
-    return plan
+    overlaps = not plan.just_in_time_update and rng.random() < 0.5
+    return plan.with_(overlapped_update=overlaps)
 
 
 def _packs(rng: random.Random, stop: int) -> tuple[Pack, ...]:

@@ -4,6 +4,7 @@ Every op ends with its stream synchronized by the thread that ran it, so what co
 no event on the device, and memory that an op frees is used by nobody.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -16,9 +17,10 @@ from harmony_lab.program import Stream
 from harmony_lab.runtime.backend import Copy
 from harmony_lab.runtime.reduction import Shard, Traffic, sum_shards
 
-__all__ = ["AcceleratorBackend"]
+__all__ = ["AcceleratorBackend", "out_of_memory_advice"]
 
 _PART_SIZE = 16 * 2**20
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class AcceleratorBackend:
@@ -38,7 +40,7 @@ class AcceleratorBackend:
         self._streams: dict[tuple[int, Stream], torch.cuda.Stream] = {}
         count = machine.num_devices
         pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-        self._direct = {pair for pair in pairs if machine.peer_transfers and self._copies_right(*pair)}
+        self._direct = {pair for pair in pairs if machine.reaches(*pair) and self._copies_right(*pair)}
 
     def begin(self) -> None:
         pass
@@ -97,6 +99,23 @@ class AcceleratorBackend:
         arrived = torch.empty_like(given, device=self.torch_device(destination))
         arrived.copy_(given)
         return torch.equal(arrived.cpu(), given.cpu())
+
+
+def out_of_memory_advice(error: BaseException) -> str:
+    """What helps where the device itself had no memory though the plan's budget was kept; empty for other errors.
+
+    Layers compute in memory of torch's allocator, which keeps what is freed in pieces: with microbatches of several
+    sizes many may be too small for what comes next.
+    """
+    if not isinstance(error, torch.OutOfMemoryError):
+        return ""
+    smaller = "plan for a smaller device (Machine.detect leaves a margin; give its devices less memory_bytes)"
+    if any("expandable_segments:True" in os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS):
+        return f"Other programs may use the device too: {smaller}."
+    return (
+        "Memory that torch's allocator keeps may be in pieces that are too small: set PYTORCH_ALLOC_CONF="
+        f"expandable_segments:True before Python starts, or {smaller}."
+    )
 
 
 def _parts(to: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -110,6 +110,12 @@ class Blocks:
             raise _misused(f"%{index} {self._blocks[index]} is freed before it is written or twice") from None
         self._release(self._blocks[index], content)
 
+    def hand_over(self, index: int) -> Flat:
+        """That block's content, which somebody else keeps from now on."""
+        content = self.flat(index)
+        del self._content[index]
+        return content
+
     def clear(self) -> None:
         """Free whatever is left."""
         while self._content:

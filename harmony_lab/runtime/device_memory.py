@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harmony_lab.layers import LayerSequence, padded
 from harmony_lab.machine import HOST
-from harmony_lab.places import Places, place
+from harmony_lab.places import Places, left_gradients, place
 from harmony_lab.program import Program, TensorKind
 from harmony_lab.runtime.arena import Arena
 from harmony_lab.runtime.backend import Backend
@@ -31,6 +31,10 @@ class Flat:
     views: Mapping[str, Tensor]
 
 
+_Left = tuple[tuple[int, int], int]
+"""Layers, and which of their gradients: devices that do not reach each other bring one each."""
+
+
 class DeviceMemory:
     """Kept from step to step, as large as the programs need, until one needs more or has room for less.
 
@@ -42,6 +46,7 @@ class DeviceMemory:
         self.backend = backend
         self._memory: dict[int, Tensor] = {}
         self._arena = Arena(0)  # the host's
+        self._left: dict[_Left, Arena] = {}
         self._users: WeakSet[BlockMemory] = WeakSet()
 
     @property
@@ -67,19 +72,38 @@ class DeviceMemory:
         memory = self._memory.get(device)
         if memory is None:
             if device == HOST:
-                self._arena = Arena(num_bytes)
-                if self.backend.pins_host_memory:
-                    self._arena.pin("gradients and activations")
+                self._arena = self._on_host(num_bytes)
                 memory = self._arena.memory
             else:
                 memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.backend.torch_device(device))
             self._memory[device] = memory
         return memory
 
+    def left(self, key: _Left, num_bytes: int) -> Tensor:
+        """Memory of the host for gradients that a step leaves for the next one, the same for all programs."""
+        arena = self._left.get(key)
+        if arena is None:
+            arena = self._left[key] = self._on_host(num_bytes)
+        return arena.memory
+
+    @property
+    def left_bytes(self) -> int:
+        """Of the host's memory, what is kept for that."""
+        return sum(arena.num_bytes for arena in self._left.values())
+
+    def _on_host(self, num_bytes: int) -> Arena:
+        arena = Arena(num_bytes)
+        if self.backend.pins_host_memory:
+            arena.pin("gradients and activations")
+        return arena
+
     def close(self) -> None:
         """Give all of it back."""
         for device in list(self._memory):
             self._give_back(device)
+        for arena in self._left.values():
+            arena.unpin()
+        self._left.clear()
 
     def _give_back(self, device: int) -> None:
         for user in self._users:
@@ -99,6 +123,7 @@ class BlockMemory:
         self._layers = layers
         self._layouts = layouts
         self._places: Places = place(program, layers, shared=memory.shared)
+        self._left = _left(program)
         self._budgets = program.budgets
         self._device_memory = memory
         self._memory: dict[int, Tensor] = {}
@@ -161,13 +186,15 @@ class BlockMemory:
         return values
 
     def _has_place(self, index: int) -> bool:
-        return index in self._places.offsets
+        return index in self._places.offsets or index in self._left
 
     def _part(self, index: int, offset: int, num_bytes: int) -> Tensor:
         """Of the block's place; where it has none, memory of its own, which goes with the last tensor over it."""
         if not self._has_place(index):
             where = self._device_memory.backend.torch_device(self.blocks[index].device)
             return torch.empty(num_bytes, dtype=torch.uint8, device=where)
+        if index in self._left:
+            return self._device_memory.left(self._left[index], num_bytes)
         start = self._places.offsets[index] + offset
         return self._memory[self.blocks[index].device][start : start + num_bytes]
 
@@ -191,6 +218,17 @@ class BlockMemories:
     def over(self, layers: LayerSequence, layouts: Layouts) -> "BlockMemories":
         """Of other layers, in the same memory."""
         return BlockMemories(layers, layouts, self.memory)
+
+
+def _left(program: Program) -> dict[int, _Left]:
+    """The gradients that are left on the host for the next step."""
+    counts: dict[tuple[int, int], int] = {}
+    left: dict[int, _Left] = {}
+    for index in left_gradients(program):
+        layers = program.blocks[index].layers
+        left[index] = layers, counts.get(layers, 0)
+        counts[layers] = counts.get(layers, 0) + 1
+    return left
 
 
 def _alike(values: Values, like: Shapes) -> bool:

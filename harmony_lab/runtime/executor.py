@@ -1,5 +1,6 @@
 """Executor: runs Programs on a backend, and reports what really happened as a Trace."""
 
+import math
 import random
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from harmony_lab.errors import ProgramError, StepCancelledError, TrainingError
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.program import OP_CODES, TENSOR_CODES, OpKind, Program, TensorKind
+from harmony_lab.runtime.accelerator import out_of_memory_advice
 from harmony_lab.runtime.backend import Backend
 from harmony_lab.runtime.failures import Failure
 from harmony_lab.runtime.step import Minibatch, Step, Training
@@ -23,16 +25,23 @@ class Executor:
 
     ``chaos_seed``: every op is delayed at random before it starts and before it counts as done, so that a missing edge
     shows.  ``interleaves``: without delays and threads; all ops run in the caller's, one after the other, in a random
-    order that the program's edges allow.
+    order that the program's edges allow.  ``patience_s``: see ``Workers.run``.
     """
 
     def __init__(
-        self, backend: Backend, machine: Machine, *, chaos_seed: int | None = None, interleaves: bool = False
+        self,
+        backend: Backend,
+        machine: Machine,
+        *,
+        chaos_seed: int | None = None,
+        interleaves: bool = False,
+        patience_s: float = math.inf,
     ) -> None:
         self._backend = backend
         self._machine = machine
         self._chaos_seed = chaos_seed
         self._interleaves = interleaves
+        self._patience_s = patience_s
         self._workers = Workers(backend.enter_worker)
         self._waits: dict[int, tuple[Program, Waits]] = {}
         self._job: Job | None = None  # under way
@@ -68,7 +77,7 @@ class Executor:
             if self._interleaves:
                 job.interleave(random.Random(chaos))
             else:
-                self._workers.run(job)
+                self._workers.run(job, self._patience_s)
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(step.describe_changes())
             raise
@@ -123,7 +132,9 @@ def _require_runnable(program: Program) -> None:
     changed[ops.reads[np.repeat(updates, np.diff(ops.reads_end, prepend=0))]] = True
     changed &= blocks.kind == TENSOR_CODES[TensorKind.WEIGHT]
     lacking = {
-        "blocks but the optimizer's state that stay on a device between iterations": bool((stays & ~state).any()),
+        "blocks but the optimizer's state that stay on a device between iterations": bool(
+            (stays & ~state & (blocks.device != HOST)).any()
+        ),
         "the optimizer's state moved to a device and back": bool((state & ~stays).any()),
         "weights updated on a device that do not go to the host": bool((changed & ~moved).any()),
         "what forward saves for backward moved to the host": bool((saved & moved).any()),
@@ -137,4 +148,6 @@ def _require_runnable(program: Program) -> None:
 
 def _error(failure: Failure, step: Step) -> TrainingError:
     what = f"{type(failure.error).__name__}: {failure.error}"
-    return TrainingError(f"this step stopped at {failure.where}: {what}\n{step.describe_changes()}")
+    advice = out_of_memory_advice(failure.error)
+    told = [f"this step stopped at {failure.where}: {what}", step.describe_changes(), *([advice] if advice else [])]
+    return TrainingError("\n".join(told))

@@ -60,16 +60,29 @@ class PackOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
         self._groups = _numbered_groups(self._optimizer)
 
-    def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Update the parameters of these names."""
+    def step(self, gradients: Mapping[str, Tensor], settings: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Update the parameters of these names.  ``settings``: those to do it with, where others may be set by now."""
         parameters = [self._layers.tensors[name] for name in gradients]
+        groups = zip(self._optimizer.param_groups, settings, strict=False)
+        changed = [(group, then, dict(group)) for group, then in groups if _differ(then, group)]
         try:
+            for group, then, _ in changed:
+                group.update(then)
             for parameter, gradient in zip(parameters, gradients.values(), strict=True):
                 parameter.grad = gradient
             self._optimizer.step()
         finally:
+            for group, _, now in changed:
+                group.update(now)
             for parameter in parameters:
                 parameter.grad = None
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Of each group: its learning rate and whatever else it has, but the parameters."""
+        return [
+            {name: _kept(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
 
     def step_on_device(self, tensors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Update weights that are on a device: (weights, gradient) by name of the parameter, whose state is there.
@@ -148,6 +161,15 @@ def _numbered_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """The number of each parameter's group, by the parameter's identity."""
     groups = enumerate(optimizer.param_groups)
     return {id(parameter): number for number, group in groups for parameter in group["params"]}
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _differ(settings: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Tensors, such as a learning rate that a scheduler changes in place, by value."""
+    return any(bool(torch.as_tensor(value != now.get(name)).any()) for name, value in settings.items())
 
 
 def move_state(

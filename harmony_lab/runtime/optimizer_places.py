@@ -108,7 +108,8 @@ def _places(program: Program) -> dict[_Place, int]:
     updates = (op for op in program.ops if op.kind is OpKind.UPDATE and op.device != HOST)
     places: dict[_Place, int] = dict.fromkeys(((op.device, op.layers) for op in updates), 0)
     for block in (program.blocks[index] for index in program.resident):
-        places[block.device, block.layers] += block.num_bytes
+        if block.device != HOST:
+            places[block.device, block.layers] += block.num_bytes
     return places
 
 

@@ -23,6 +23,7 @@ class UpdateProgress:
         self._done: list[_Layers] = []
         self._under_way: list[_Layers] = []
         self._cancelled = False
+        self._finished = False
 
     @contextmanager
     def updating(self, layers: _Layers) -> Iterator[None]:
@@ -47,14 +48,30 @@ class UpdateProgress:
     def cancel(self) -> bool:
         """Allow no update any more, unless one has begun; whether that is so now."""
         with self._lock:
-            if not self._done and not self._under_way:
+            if not self._done and not self._under_way and not self._finished:
                 self._cancelled = True
             return self._cancelled
+
+    def finish(self) -> None:
+        """The step has done all but its updates, which the next one makes: it cannot be cancelled any more.
+
+        Raises ``StepAborted`` where it was.
+        """
+        with self._lock:
+            if self._cancelled:
+                raise StepAborted
+            self._finished = True
 
     @property
     def cancelled(self) -> bool:
         with self._lock:
             return self._cancelled
+
+    @property
+    def unfinished(self) -> list[_Layers]:
+        """Layers whose update may be incomplete."""
+        with self._lock:
+            return sorted(self._under_way)
 
     @property
     def any(self) -> bool:

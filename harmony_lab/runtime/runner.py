@@ -1,7 +1,8 @@
 """Runner: trains a LayerSequence step by step, with one Program per minibatch size."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from threading import Lock
 from types import TracebackType
@@ -23,6 +24,7 @@ from harmony_lab.runtime.executor import Executor
 from harmony_lab.runtime.host import HostStore
 from harmony_lab.runtime.layout import Layouts
 from harmony_lab.runtime.ledger import Ledger
+from harmony_lab.runtime.left_updates import LeftUpdates
 from harmony_lab.runtime.losses import combined_totals, weight_of
 from harmony_lab.runtime.optimizer import PackOptimizer
 from harmony_lab.runtime.optimizer_places import OptimizerPlaces
@@ -48,12 +50,13 @@ class Runner:
 
     ``lower(minibatch_size)`` gives the program for a minibatch of that size; it is asked once per size.
     ``lower_for_several``: the same for minibatches that make one step with others, whose gradients meet on the host.
+    ``lower_leaving``: for steps that leave their updates to the next (``planner.overlapping``); None: none does.
     ``seed`` and the number of the step decide random masks (``step_seed``); ``first_step``: that of the first, for
     training that goes on.  ``chaos_seed``: see ``Executor``; then every allocation of every step is counted and freed
     memory is poisoned.  ``max_grad_norm``, ``observe``: see ``Updates``.  ``stop_on_nan``: see ``Losses``; before any
     update if programs have the edges that ``ordering.updating_after`` adds.  ``evaluation`` is asked once, when a batch
-    is first evaluated.  ``interleaves``: see ``Executor``; emulated links then take no time.  May be used from any
-    thread, one step at a time, and after an error.
+    is first evaluated.  ``patience_s``, ``interleaves``: see ``Executor``; emulated links then take no time.  May be
+    used from any thread, one step at a time, and after an error.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class Runner:
         evaluation: Callable[[], Evaluation] | None = None,
         observe: GradientObserver | None = None,
         lower_for_several: Callable[[int], Program] | None = None,
+        lower_leaving: Callable[[int], Program] | None = None,
         interleaves: bool = False,
+        patience_s: float = math.inf,
     ) -> None:
         self.step_count = first_step
         self.last_trace: Trace | None = None
@@ -80,6 +85,8 @@ class Runner:
         self._layers = layers
         self._programs = _Programs(layers, lower)
         self._of_several = _Programs(layers, lower_for_several or lower)
+        self._leaving = None if lower_leaving is None else _Programs(layers, lower_leaving)
+        self._left: LeftUpdates | None = None  # by the step before
         self._seed = seed
         self._max_grad_norm = max_grad_norm
         self._stop_on_nan = stop_on_nan
@@ -107,11 +114,17 @@ class Runner:
             memory=BlockMemories(layers, layouts, DeviceMemory(backend, shared=not self._chaos)),
             places=self._places,
         )
-        self._executor = Executor(backend, machine, chaos_seed=chaos_seed, interleaves=interleaves)
+        self._executor = Executor(
+            backend, machine, chaos_seed=chaos_seed, interleaves=interleaves, patience_s=patience_s
+        )
 
-    def step(self, batch: Any) -> float:
-        """Train on one minibatch; returns its loss.  See ``accumulate``."""
-        return self.accumulate([batch])
+    def step(self, batch: Any, *, leave_updates: bool = False) -> float:
+        """Train on one minibatch; returns its loss.  See ``accumulate``.
+
+        ``leave_updates``: to the next step, which makes them beside its forward, or to ``finish``; until then
+        parameters and the optimizer's state are those before this step.
+        """
+        return self._step([batch], leaves=leave_updates and self._leaving is not None)
 
     def accumulate(self, batches: Sequence[Any]) -> float:
         """One update from these minibatches, as if they were one; returns its loss.
@@ -119,22 +132,68 @@ class Runner:
         ``last_trace`` is what happened in the last of them, ``last_norm`` that of the gradients where it is limited.
         Raises ``TrainingError``, see ``Executor.run``: buffers are then as they were before the step.
         """
-        with self._one_at_a_time, self._updating() as updates:
+        return self._step(batches, leaves=False)
+
+    def finish(self) -> None:
+        """Make the updates that the last step has left."""
+        with self._one_at_a_time:
+            self._finish()
+
+    def _finish(self) -> None:
+        left, self._left = self._left, None
+        if left is not None:
+            left.finish()
+
+    def _step(self, batches: Sequence[Any], *, leaves: bool) -> float:
+        with self._one_at_a_time:
+            if not leaves:
+                self._finish()
+            try:
+                return self._take(batches, leaves)
+            except BaseException:
+                self._finish()  # also where the batch was refused
+                raise
+
+    def _take(self, batches: Sequence[Any], leaves: bool) -> float:
+        with self._updating(leaves) as updates:
             minibatches = self._minibatches(batches)
             self._optimizer.begin()
-            before = {name: self._layers.tensors[name].clone() for name in _updated(self._layers) if len(batches) > 1}
             try:
-                with self._store.reading():
+                with self._undoing(len(batches) > 1), self._reading():
                     loss = self._train(minibatches, updates)
-            except BaseException:
-                with torch.no_grad():
-                    for name, value in before.items():
-                        self._layers.tensors[name].copy_(value)
-                raise
+            finally:
+                self._left = updates.left  # also where an interrupt came when all was done
             self._optimizer.tell_scheduler()
             self.last_norm = updates.norm
             self.step_count += 1
             return loss
+
+    @contextmanager
+    def _undoing(self, several: bool) -> Iterator[None]:
+        """Where a step of several minibatches fails, buffers are as they were before it."""
+        before = {name: self._layers.tensors[name].clone() for name in _updated(self._layers) if several}
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for name, value in before.items():
+                    self._layers.tensors[name].copy_(value)
+            raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Packs are read, once what was left to update in them is; all of that is in the end, also of a step that
+        fails."""
+        left = self._left
+        if left is None:
+            with self._store.reading():
+                yield
+            return
+        with self._store.reading(left.wait_for):
+            try:
+                yield
+            finally:
+                self._finish()
 
     def cancel(self) -> bool:
         """End the step under way, from any thread, unless it has begun to update: then it is finished.
@@ -148,9 +207,16 @@ class Runner:
             return True
 
     @contextmanager
-    def _updating(self) -> Iterator[Updates]:
+    def _updating(self, leaves: bool) -> Iterator[Updates]:
         """A step's updates; ``cancel`` never reaches into the next one's."""
-        updates = Updates(self._layers, self._optimizer, max_grad_norm=self._max_grad_norm, observe=self._observe)
+        updates = Updates(
+            self._layers,
+            self._optimizer,
+            max_grad_norm=self._max_grad_norm,
+            observe=self._observe,
+            leaves=leaves,
+            before=self._left,
+        )
         with self._cancelling:
             self._under_way = updates
         try:
@@ -166,6 +232,8 @@ class Runner:
             updates.last = number + 1 == len(minibatches)
             self._sum_bytes = max(self._sum_bytes, updates.sum_bytes)
             programs = self._programs if len(minibatches) == 1 else self._of_several
+            if updates.leaves and self._leaving is not None:
+                programs = self._leaving
             program = programs.of(minibatch.sizes["batch"])
             loss, self.last_trace = self._executor.run(program, self._training, minibatch, updates)
             losses.append(loss)
@@ -175,6 +243,7 @@ class Runner:
         """The loss of the model in eval mode; nothing is changed, ``last_trace`` is what happened."""
         with self._one_at_a_time:
             self._must_be_open()
+            self._finish()
             if self._evaluating is None:
                 assert self._evaluation is not None, "this Runner was made without an evaluation"
                 self._evaluating = self._prepared(*self._evaluation())
@@ -210,26 +279,28 @@ class Runner:
         in, and gradients that were added up in the last step."""
         state_bytes = self._optimizer.state_bytes - self._places.num_bytes
         block_bytes = self._training.memory.memory.num_bytes.get(HOST, 0)
-        return self._store.num_bytes + state_bytes + block_bytes + self._sum_bytes
+        left_bytes = self._training.memory.memory.left_bytes
+        return self._store.num_bytes + state_bytes + block_bytes + left_bytes + self._sum_bytes
 
     @property
     def kept_bytes(self) -> int:
         """Of the host's memory, what is kept from step to step for blocks, of emulated devices too."""
         backend, kept = self._training.backend, self._training.memory.memory.num_bytes
-        return sum(size for at, size in kept.items() if at == HOST or backend.torch_device(at).type == "cpu")
+        here = [size for at, size in kept.items() if at == HOST or backend.torch_device(at).type == "cpu"]
+        return sum(here) + self._training.memory.memory.left_bytes
 
     def close(self) -> None:
-        """Join the threads, bring the optimizer's state to the host and give the parameters storage of their own again;
-        may be called again."""
+        """Make the updates that were left, join the threads, bring the optimizer's state to the host and give the
+        parameters storage of their own again; may be called again."""
         with self._one_at_a_time:
             if not self._closed:
                 self._closed = True
-                try:
-                    self._places.bring_back()
-                finally:
-                    self._executor.close()
-                    self._training.memory.memory.close()
-                    self._store.close()
+                with ExitStack() as then:  # each whatever those before it raise
+                    then.callback(self._store.close)
+                    then.callback(self._training.memory.memory.close)
+                    then.callback(self._executor.close)
+                    then.callback(self._places.bring_back)
+                    self._finish()
 
     def __enter__(self) -> "Runner":
         return self

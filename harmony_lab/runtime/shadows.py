@@ -7,11 +7,12 @@ trace) is in the copies.  They are made on a thread of their own, in layer order
     swap in                | pack 0:3 |       | pack 3:6 |      waits only for its own
     compute                           | pack 0:3 | pack 3:6 |
 
-A pack is updated after its backward, so after its last swap-in: a copy made once is right for the whole step.
+A pack is updated after its backward, so after its last swap-in: a copy made once is right for the whole step.  Where
+the step makes updates that the one before has left, each copy waits for its own.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,18 +48,19 @@ class Shadows:
         self._thread = ThreadPoolExecutor(1, "harmony-shadows", initializer=torch.get_num_threads)
 
     @contextmanager
-    def renewing(self) -> Iterator[None]:
-        """Make all copies anew meanwhile; leaving waits for the last one."""
+    def renewing(self, wait_for: Callable[[str], None] = lambda name: None) -> Iterator[None]:
+        """Make all copies anew meanwhile, each once its master is what it should be; leaving waits for the last one."""
         self._round = _Round()
-        made = self._thread.submit(self._make, self._round)
+        made = self._thread.submit(self._make, self._round, wait_for)
         try:
             yield
         finally:
             made.result()
 
-    def _make(self, current: _Round) -> None:
+    def _make(self, current: _Round, wait_for: Callable[[str], None]) -> None:
         try:
             for name in self._names:
+                wait_for(name)
                 with torch.no_grad():
                     self._copies[name].copy_(self._masters[name])
                 with self._changed:

@@ -130,10 +130,18 @@ class Step:
                 self._transfer(index, moves.receive(op, self._program, self._blocks))
 
     def conclude(self, success: bool) -> None:
-        """Free what is left; if all ops have run, write the updated buffers."""
-        self._blocks.clear()
-        if success:
-            self._buffers.apply()
+        """Free what is left; if all ops have run, write the updated buffers.  Raises ``StepAborted`` where the step was
+        cancelled in time."""
+        leaving = self._updates if success and self._updates is not None and self._updates.leaves else None
+        try:
+            if leaving is not None:
+                leaving.progress.finish()
+            if success:
+                self._buffers.apply()
+            if leaving is not None:
+                leaving.leave(self._program, self._blocks)
+        finally:
+            self._blocks.clear()
 
     def describe_changes(self) -> str:
         """What this step has changed of the model by now."""
@@ -141,7 +149,7 @@ class Step:
             return "Nothing of the model was changed."
         unwritten = self._updates.progress.any and not self._buffers.written
         kept = " Buffers, such as running statistics, are as they were before this step." if unwritten else ""
-        return f"{self._updates.progress}{kept}"
+        return f"{self._updates.describe()}{kept}"
 
     @property
     def loss(self) -> float:

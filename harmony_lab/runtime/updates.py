@@ -1,14 +1,16 @@
 """Updates: a step's use of the optimizer, on the gradients that arrive on the host or that devices have."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from harmony_lab.layers import LayerSequence
+from harmony_lab.places import left_gradients
 from harmony_lab.program import Op, OpKind, Program, TensorKind
 from harmony_lab.runtime.blocks import Blocks
+from harmony_lab.runtime.left_updates import LeftUpdates
 from harmony_lab.runtime.optimizer import PackOptimizer
 from harmony_lab.runtime.progress import UpdateProgress
 
@@ -26,6 +28,9 @@ class Updates:
 
     ``max_grad_norm``: all gradients together are scaled to that 2-norm at most, as ``clip_grad_norm_`` does, before the
     first update; the program's updates then wait for all gradients (``ordering.updating_after``).
+
+    ``leaves``: the program's updates are those that the step ``before`` has left, if there is one; this step's own are
+    ``left`` in the end (``planner.overlapping``).
     """
 
     def __init__(
@@ -35,7 +40,12 @@ class Updates:
         *,
         max_grad_norm: float | None = None,
         observe: GradientObserver | None = None,
+        leaves: bool = False,
+        before: LeftUpdates | None = None,
     ) -> None:
+        self.leaves = leaves
+        self.left: LeftUpdates | None = None
+        self._before = before
         self.progress = UpdateProgress()
         self.last = True
         self.norm: float | None = None
@@ -54,6 +64,10 @@ class Updates:
 
     def perform(self, op: Op, program: Program, blocks: Blocks) -> None:
         """Step the parameters whose first layer is among the op's, each with the sum of its gradients."""
+        if self.leaves:
+            if self._before is not None:
+                self._before.perform(op.layers)
+            return
         if not self.last:
             for name, gradient in self._arrived(op, program, blocks).items():
                 if name in self._sums:
@@ -98,14 +112,37 @@ class Updates:
                 for update in updates
                 for name, gradient in self._gradients(update, program, blocks).items()
             }
-            norm = total_norm(self._complete, self._layers)
-            self.norm = norm.item()
-            self._scale = torch.clamp(max_norm / (norm + _CLIP_EPSILON), max=1.0)
+            self._scale = self._clipping(self._complete, max_norm)
         gradients = {name: self._complete[name] for name in self._owned(op)}
-        if self._scale is not None and self._scale.item() != 1.0:
+        if self._scale is not None:
             for gradient in gradients.values():
                 gradient.mul_(self._scale.to(gradient.dtype))
         return gradients
+
+    def _clipping(self, complete: Mapping[str, Tensor], max_norm: float) -> Tensor | None:
+        """What all gradients are to be multiplied with; None: nothing."""
+        norm = total_norm(complete, self._layers)
+        self.norm = norm.item()
+        scale = torch.clamp(max_norm / (norm + _CLIP_EPSILON), max=1.0)
+        return scale if scale.item() != 1.0 else None
+
+    def leave(self, program: Program, blocks: Blocks) -> None:
+        """In the end, when the step cannot be cancelled any more: keep the gradients for the next step's updates."""
+        parts = [blocks.hand_over(index).views for index in left_gradients(program)]
+        updates = [op for op in program.ops if op.kind is OpKind.UPDATE]
+        gradients = {op.layers: self._summed(op, parts) for op in updates}
+        scale = None
+        if self._max_grad_norm is not None:
+            complete = {name: gradient for named in gradients.values() for name, gradient in named.items()}
+            scale = self._clipping(complete, self._max_grad_norm)
+        self.left = LeftUpdates(self._optimizer, gradients, scale)
+
+    def describe(self) -> str:
+        """What has become of the weights, in words."""
+        if self.left is not None:
+            return "All of this step was done, its updates are made."
+        before = "" if self._before is None else self._before.describe()
+        return f"{before} This step has updated no weights." if before else str(self.progress)
 
     def _gradients(self, op: Op, program: Program, blocks: Blocks) -> dict[str, Tensor]:
         """Complete: those of the minibatches before too."""
@@ -118,7 +155,9 @@ class Updates:
     def _arrived(self, op: Op, program: Program, blocks: Blocks) -> dict[str, Tensor]:
         """Of this minibatch: a parameter that packs share has several gradients, summed up in the first of them."""
         reads = [index for index in op.reads if program.blocks[index].kind is TensorKind.GRADIENT]
-        parts = [blocks.flat(index).views for index in reads]
+        return self._summed(op, [blocks.flat(index).views for index in reads])
+
+    def _summed(self, op: Op, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}
         for name in self._owned(op):
             found = [views[name] for views in parts if name in views]

@@ -1,5 +1,6 @@
 """Workers: one thread per queue of a Program, which take its ops in order and wait for what each comes after."""
 
+import math
 import random
 import threading
 import time
@@ -64,11 +65,34 @@ class Job:
         self._waiting: dict[Key, int] = {}
         self._starts_s = [0.0] * len(program.ops)
         self._ends_s = [0.0] * len(program.ops)
+        self._ended = bytearray(len(program.ops))
 
     @property
     def times_s(self) -> tuple[Floats, Floats]:
         """Start and end of every op."""
         return np.array(self._starts_s), np.array(self._ends_s)
+
+    @property
+    def num_ended(self) -> int:
+        """Ops that have ended by now."""
+        return sum(self._ended)
+
+    def standstill(self) -> str:
+        """The op that every queue has come to, and which others that one waits for; a line each."""
+        ops, followers, passive = self.program.ops, self._waits.followers, self._waits.passive
+        with self._lock:
+            ended = bytes(self._ended)
+
+        def awaited(op: int) -> set[int]:
+            before = {index for index in range(op) if op in followers[index] and not ended[index]}
+            return before.union(*(awaited(index) for index in before if passive[index]))
+
+        heads = [next((index for index in queue if not ended[index]), None) for queue in self.queues.values()]
+        lines = []
+        for head in (head for head in heads if head is not None):
+            waits = ", ".join(f"op {index}, {ops[index]}" for index in sorted(awaited(head)))
+            lines.append(f"op {head}, {ops[head]}, {f'waits for {waits}' if waits else 'waits for no other'}")
+        return "\n".join(lines)
 
     def abort(self) -> None:
         """No further op starts; threads that wait go home."""
@@ -148,6 +172,7 @@ class Job:
         self._ends_s[index] = time.perf_counter() - self.origin_s
         passive, counts, keys = [], self._counts, self._waits.keys
         with self._lock:
+            self._ended[index] = True
             for follower in self._waits.followers[index]:
                 counts[follower] -= 1
                 if not counts[follower]:
@@ -174,6 +199,8 @@ class Job:
         if last:
             try:
                 self._conclude(not self._aborted.is_set())
+            except StepAborted:
+                self.abort()
             except BaseException as error:
                 self._fail("the end of the step", error)
             self.finished.set()
@@ -223,15 +250,22 @@ class Workers:
                 "No weights were updated: training can go on from where it was."
             ) from failure.error
 
-    def run(self, job: Job) -> None:
-        """Run a job to its end.  ``KeyboardInterrupt`` here aborts it, and is raised once all threads are idle."""
+    def run(self, job: Job, patience_s: float = math.inf) -> None:
+        """Run a job to its end.  ``KeyboardInterrupt`` here aborts it, and is raised once all threads are idle.
+
+        Raises ``TrainingError`` when no op has ended for ``patience_s``, not counting time in which the whole process
+        was stopped.
+        """
         pending = list(job.queues)
         try:
             while pending:
                 self._inboxes[pending[-1]].put(job)
                 pending.pop()
+            checks, seen = 0, 0
             while not job.finished.wait(_INTERRUPT_CHECK_S):
-                pass
+                checks, seen = (checks + 1, seen) if job.num_ended == seen else (0, job.num_ended)
+                if checks * _INTERRUPT_CHECK_S > patience_s:
+                    raise TrainingError(f"no op has ended for {patience_s} s:\n{job.standstill()}")
         except BaseException:
             job.abort()
             self._drain(job, pending)

@@ -9,7 +9,7 @@ import toy_profiles as toys
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import PlanDoesNotFitError
-from harmony_lab.machine import Machine
+from harmony_lab.machine import Bridge, Machine
 from harmony_lab.plan import Plan, difference
 from harmony_lab.planner.baselines import baselines
 from harmony_lab.planner.check import peak_bytes
@@ -67,6 +67,15 @@ def test_computing_names_what_is_computed_twice() -> None:
 def test_a_slow_link_binds_with_its_direction() -> None:
     text = explained(MIRRORED, toys.gpus(2, memory_bytes=10**8, link=1e6))
     assert text.startswith("What binds is the link host-switch to the devices (")
+
+
+def test_the_hosts_memory_and_a_bridge_bind_by_name() -> None:
+    on = toys.gpus(2, memory_bytes=10**8)
+    slow = replace(on, host=replace(on.host, memory_bytes_per_s=1e6))
+    assert explained(MIRRORED, slow).startswith("What binds is the host memory (")
+    assert "host memory twice as fast" in [one.change for one in advice(MIRRORED, PROFILE, slow)]
+    bridged = replace(on, bridges=(Bridge(first="gpu1", second="gpu0", bytes_per_s=1e3),))
+    assert explained(MIRRORED, bridged).startswith("What binds is the bridge gpu1-gpu0 to gpu")
 
 
 # -- what would help --------------------------------------------------------------------------------------------------

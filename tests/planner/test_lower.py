@@ -1,10 +1,14 @@
 """Lowering: what a Program moves, how it stays within budget, what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 import toy_profiles as toys
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import PlanDoesNotFitError, PlanError
+from harmony_lab.hardware import pairs_joined
+from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan, microbatches
 from harmony_lab.planner.check import check, peak_bytes
 from harmony_lab.planner.lower import lower
@@ -158,6 +162,31 @@ def test_packs_reduce_through_each_device_in_turn() -> None:
 
 def _kind(program: Program, op: Op) -> TensorKind:
     return program.blocks[op.reads[0]].kind
+
+
+def bridged(num_devices: int) -> Machine:
+    """Devices that copy to each other over bridges between two of them, or not at all."""
+    machine = toys.gpus(num_devices)
+    return replace(machine, peer_transfers=False, bridges=pairs_joined(machine.devices, 1e10))
+
+
+def test_values_go_over_bridges_and_between_other_devices_through_the_host() -> None:
+    profile, machine = toys.profile(), bridged(4)
+    program = lower(plan(devices=(0, 1, 2, 3)), profile, machine)
+    check(program)
+    sent = {(program.blocks[op.reads[0]].device, op.device) for op in program.ops if op.kind is OpKind.RECV}
+    assert sent == {(0, 1), (2, 3)}
+    trace = run(program, profile, machine)
+    over = {hop.link for hop, kind in trace.link_bytes if kind is TensorKind.ACTIVATION_GRADIENT}
+    assert over > {"gpu0-gpu1", "host-switch"}
+    assert trace.peer_bytes < run(lower(plan(devices=(0, 1, 2, 3)), profile, toys.gpus(4)), profile, machine).peer_bytes
+
+
+@pytest.mark.parametrize(("num_devices", "reduces"), [(2, True), (4, False)])
+def test_gradients_are_reduced_over_bridges_where_all_devices_have_one(num_devices: int, reduces: bool) -> None:
+    program = lower(plan("dp", devices=tuple(range(num_devices))), toys.profile(), bridged(num_devices))
+    check(program)
+    assert any(op.kind is OpKind.ALL_REDUCE for op in program.ops) == reduces
 
 
 def test_weights_of_a_resident_pack_stay_until_its_backward() -> None:

@@ -8,8 +8,10 @@ import toy_profiles as toys
 
 from harmony_lab.costs import ForwardCost
 from harmony_lab.errors import PlanDoesNotFitError, PlanError
-from harmony_lab.plan import Plan
+from harmony_lab.hardware import pairs_joined
+from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.bounds import candidate_bound
+from harmony_lab.planner.candidates import Candidates
 from harmony_lab.planner.check import check
 from harmony_lab.planner.lower import lower
 from harmony_lab.planner.pack import PackCosts
@@ -80,6 +82,32 @@ def test_the_bound_of_a_candidate_never_exceeds_its_simulation() -> None:
         plan = toys.random_plan(rng, 6)
         simulated = run(lower(plan, profile, machine), profile, machine).makespan_s
         assert candidate_bound(plan, PackCosts(profile), machine) <= simulated * (1 + 1e-9)
+
+
+def test_bounds_and_forecasts_count_what_goes_in_and_out_of_the_hosts_memory() -> None:
+    profile, on = toys.profile(8), toys.gpus(4, memory_bytes=12_000_000, link=1e9)
+    rate = 2e6
+    slow = replace(on, host=replace(on.host, memory_bytes_per_s=rate))
+    result = search(profile, slow, 16)
+    weights, gradients = profile.weight_bytes(0, 8), sum(layer.gradient_bytes for layer in profile.layers)
+    assert result.lower_bound_s == pytest.approx((weights + gradients) / rate)
+    moved_s = result.best_trace.swap_bytes / rate
+    assert result.lower_bound_s <= moved_s <= result.candidates[0].step_s
+    free = Candidates(PackCosts(profile), on, 16, Mode.PP, prefetch=1, peers=True, budget_bytes=12_000_000).setting
+    shared = Candidates(PackCosts(profile), slow, 16, Mode.PP, prefetch=1, peers=True, budget_bytes=12_000_000).setting
+    assert (free.down, free.up) == (1e9 / 4, 1e9 / 4)
+    assert (shared.down, shared.up) == pytest.approx((rate / 4 * 2 / 3, rate / 4 / 3))
+
+
+def test_forecasts_know_which_devices_have_a_bridge() -> None:
+    on = toys.gpus(4, link=1e9)
+    bridged = replace(on, peer_transfers=False, bridges=pairs_joined(on.devices, 5e9))
+    made = {
+        mode: Candidates(PackCosts(toys.profile(8)), bridged, 16, mode, prefetch=1, peers=True, budget_bytes=10**7)
+        for mode in Mode
+    }
+    assert made[Mode.PP].setting.peer == pytest.approx([1e9 / 8, 5e9, 1e9 / 8, 5e9])  # up and then down, at a quarter
+    assert (made[Mode.PP].setting.peers, made[Mode.DP].setting.peers) == (1, 0)
 
 
 def test_progress_can_end_the_search() -> None:

@@ -485,3 +485,19 @@ def test_threads_can_be_started_after_one_could_not(
 
 def _no_thread(self: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [("", "set PYTORCH_ALLOC_CONF=expandable_segments:True"), ("expandable_segments:True", "Other programs may use")],
+)
+def test_a_device_without_memory_comes_with_what_helps(
+    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch, setting: str, advice: str
+) -> None:
+    def no_memory() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    layers = mlp(depth=2, num_samples=6)
+    with pytest.raises(TrainingError, match=f"OutOfMemoryError: CUDA out of memory(.|\n)*No weights(.|\n)*{advice}"):
+        runner(breaking(layers, 0, no_memory)).step(layers.example_batch)

@@ -1,0 +1,34 @@
+"""Workers that wait for each other are found and named."""
+
+import pytest
+from plain_training import planned
+from small_layers import mlp
+
+from harmony_lab.errors import TrainingError
+from harmony_lab.machine import Machine
+from harmony_lab.program import OpKind
+from harmony_lab.runtime.waits import Waits
+from harmony_lab.runtime.workers import Job, Workers
+
+
+def test_a_standstill_ends_with_what_every_thread_waits_for() -> None:
+    machine = Machine.emulated(2, memory="64KiB", link=1e9)
+    program = planned(
+        mlp(depth=3, num_samples=4), machine, "pp minibatch=4 forward=2[0:2] backward=2[0:2,2:4] devices=0,1"
+    )(4)
+    waits = Waits(program)
+    stuck = next(number for number, op in enumerate(program.ops) if op.kind is OpKind.BACKWARD)
+    waits.counts[stuck] += 1  # an op that never comes
+    concluded = []
+    job = Job(program, waits, lambda index, op: None, concluded.append, lambda: None)
+    workers = Workers(lambda device, stream: None)
+    try:
+        workers.prepare(waits.queues)
+        with pytest.raises(TrainingError, match="no op has ended for") as error:
+            workers.run(job, patience_s=0.3)
+    finally:
+        workers.close()
+    lines = str(error.value).splitlines()[1:]
+    assert f"op {stuck}, {program.ops[stuck]}, waits for no other" in lines
+    assert any(f"op {stuck}, " in line.partition("waits for")[2] for line in lines), lines
+    assert concluded == [False]

@@ -1,0 +1,254 @@
+"""Updates that a step leaves for the next one: training is that of plain PyTorch, whatever comes between."""
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from plain_training import breaking
+from torch import Tensor, nn
+
+from harmony_lab.costs import Profile
+from harmony_lab.errors import StepCancelledError, TrainingError
+from harmony_lab.machine import Machine
+from harmony_lab.plan import Plan
+from harmony_lab.profiler.decompose import decompose
+from harmony_lab.profiler.measure import profile
+from harmony_lab.program import OpKind
+from harmony_lab.run import Run
+from harmony_lab.step_record import StepRecord
+from harmony_lab.trainer import Trainer
+
+MACHINE = Machine.emulated(2, memory="1MiB", link=1e12)
+PLANS = {
+    "dp": "dp minibatch=8 forward=2[0:1,1:2] backward=2[0:2,2:4] devices=0,1 update=next",
+    "dp through the host": "dp minibatch=8 forward=2[0:1,1:3] backward=2[0:2,2:3,3:4] devices=0,1 peer=off update=next",
+    "pp": "pp minibatch=8 forward=2[0:1,1:2] backward=2[0:2,2:4] devices=0,1 update=next",
+}
+Batch = tuple[Tensor, Tensor]
+PROFILES: dict[object, Profile] = {}
+
+
+class Tied(nn.Module):
+    """The first and the last layer are one parameter; the third has statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.middle = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.norm(self.middle(self.first(x))))
+        return result
+
+
+class Linears(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 6))
+
+
+def batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randn(2, 8, 6, generator=generator).unbind()) for _ in range(count)]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-5)
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def made(
+    kind: Callable[[], nn.Module], plan: str, *, before: Callable[[], None] | None = None, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Trainer]:
+    """``before``: called before the second layer runs."""
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = adamw(model)
+    layers = decompose(model, batches(1)[0], nn.MSELoss(), cut=[name for name, _ in model.named_children()])
+    precision = Plan.parse(plan).precision
+    if (kind, precision) not in PROFILES:
+        PROFILES[kind, precision] = profile(
+            layers, MACHINE, optimizer, precision=precision, microbatch_sizes=(2,), trials=1
+        )
+    if before is not None:
+        layers = breaking(layers, 1, before)
+    costs = PROFILES[kind, precision]
+    return model, optimizer, Trainer(layers, optimizer, plan, MACHINE, profile=costs, **options)
+
+
+def plain(model: nn.Module, data: list[Batch], limit: float) -> tuple[list[Tensor], list[float]]:
+    """What plain PyTorch makes of it, with microbatches of all samples: for models without statistics."""
+    optimizer = adamw(model)
+    scheduler = decaying(optimizer)
+    norms = []
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        optimizer.step()
+        scheduler.step()
+    return list(model.parameters()), norms
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("chaos_seed", [None, 1])
+def test_clipped_training_with_a_scheduler_is_that_of_plain_pytorch(plan: str, chaos_seed: int | None) -> None:
+    model, optimizer, trainer = made(Linears, PLANS[plan], max_grad_norm=0.2, chaos_seed=chaos_seed)
+    data = batches(5)
+    expected, norms = plain(copy.deepcopy(model), data, 0.2)
+    assert max(norms) > 0.2
+    with trainer:
+        scheduler = decaying(optimizer)
+        for batch, norm in zip(data, norms, strict=True):
+            trainer.step(batch, leave_updates=True)
+            scheduler.step()
+            assert trainer.last_norm == pytest.approx(norm, rel=1e-4)
+        trainer.finish()
+        torch.testing.assert_close(list(model.parameters()), expected, rtol=1e-4, atol=1e-6)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 2**5)
+    torch.testing.assert_close(list(model.parameters()), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chaos_seed", range(2))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_leaving_updates_changes_no_bit_of_tied_parameters_statistics_and_state(
+    chaos_seed: int, precision: str
+) -> None:
+    found = []
+    for leaves in (False, True):
+        model, optimizer, trainer = made(
+            Tied, f"{PLANS['pp']} precision={precision}", max_grad_norm=0.2, chaos_seed=chaos_seed
+        )
+        with trainer:
+            for batch in batches(4):
+                trainer.step(batch, leave_updates=leaves)
+            assert trainer.plan.overlapped_update
+        found.append((model.state_dict(), optimizer.state_dict()["state"]))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_what_a_step_leaves_is_in_its_trace_as_predicted() -> None:
+    _, _, trainer = made(Linears, PLANS["pp"], max_grad_norm=0.2)
+    with trainer:
+        for batch in batches(2):
+            trainer.step(batch, leave_updates=True)
+        assert trainer.last_trace is not None
+        assert trainer.last_trace.program == trainer.predicted.program
+        assert "(update=next)" in trainer.notes[0]
+        trainer.step(batches(1)[0])
+        assert trainer.last_trace.program.ops[-1].kind is OpKind.UPDATE
+
+
+class Reference:
+    """The same in plain PyTorch, a step at a time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)
+        self.optimizer = adamw(self.model)
+
+    def step(self, batch: Batch) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.mse_loss(self.model(batch[0]), batch[1]).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.2)
+        self.optimizer.step()
+
+    def assert_equal(self, model: nn.Module) -> None:
+        torch.testing.assert_close(list(model.parameters()), list(self.model.parameters()), rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_fails_makes_the_updates_left_to_it_and_training_goes_on() -> None:
+    model, _, trainer = made(Linears, PLANS["dp"], max_grad_norm=0.2, stop_on_nan=True)
+    reference, data = Reference(model), batches(3)
+    with trainer:
+        for batch in data[:2]:
+            trainer.step(batch, leave_updates=True)
+            reference.step(batch)
+        with pytest.raises(TrainingError, match="No weights were updated"):
+            trainer.step((data[2][0], torch.full((8, 6), torch.nan)), leave_updates=True)
+        reference.assert_equal(model)
+        assert trainer.step_count == 2
+        trainer.step(data[2], leave_updates=True)
+        reference.step(data[2])
+        trainer.step(data[0])  # makes those first, then its own
+        reference.step(data[0])
+        reference.assert_equal(model)
+
+
+def test_a_cancelled_step_makes_the_updates_left_to_it() -> None:
+    def cancel_third() -> None:
+        if trainer.step_count == 2:
+            assert trainer.cancel()
+
+    model, _, trainer = made(Linears, PLANS["pp"], max_grad_norm=0.2, before=cancel_third)
+    reference, data = Reference(model), batches(3)
+    with trainer:
+        for batch in data[:2]:
+            trainer.step(batch, leave_updates=True)
+            reference.step(batch)
+        with pytest.raises(StepCancelledError):
+            trainer.step(data[2], leave_updates=True)
+        reference.assert_equal(model)
+        assert trainer.evaluate(data[2]) == pytest.approx(
+            nn.functional.mse_loss(reference.model(data[2][0]), data[2][1]).item(), rel=1e-5
+        )
+
+
+def test_whoever_looks_at_weights_after_every_step_sees_those_of_that_step() -> None:
+    model, _, trainer = made(Linears, PLANS["dp"], max_grad_norm=0.2)
+    reference, data, records = Reference(model), batches(3), []
+
+    def look(record: StepRecord) -> None:
+        reference.assert_equal(model)
+        records.append(record)
+
+    def fail(record: StepRecord) -> None:
+        raise ConnectionError("no server")
+
+    with trainer:
+        remove = trainer.on_step(look)
+        for batch in data[:2]:
+            reference.step(batch)
+            trainer.step(batch, leave_updates=True)
+        assert [record.step for record in records] == [1, 2]
+        assert records[1].trace is trainer.last_trace
+        assert records[1].num_samples == 8
+        remove()
+        remove_failing = trainer.on_step(fail)
+        with pytest.raises(ConnectionError, match="no server"):
+            trainer.step(data[2])
+        remove_failing()
+        reference.step(data[2])
+        reference.assert_equal(model)
+        assert len(records) == 2
+
+
+def test_a_paused_run_has_made_all_updates() -> None:
+    model, _, trainer = made(Linears, PLANS["pp"], max_grad_norm=0.2)
+    reference, data = Reference(model), batches(4)
+    third = threading.Event()
+
+    def loader() -> Iterator[Batch]:
+        for number in itertools.count():
+            if number == 2:
+                third.set()
+            yield data[number % len(data)]
+
+    run = Run(trainer, trainer.plan, loader(), 10_000, num_samples=lambda batch: len(batch[0]))
+    run.start()
+    assert third.wait(60)
+    run.pause()
+    weights = copy.deepcopy(model)
+    for number in range(len(run.losses)):
+        reference.step(data[number % len(data)])
+    run.stop()
+    reference.assert_equal(weights)
+    reference.assert_equal(model)
