@@ -27,19 +27,18 @@ def step_bytes(expected: Forecast, layers: LayerSequence, profile: Profile, micr
 
 
 def fitting(subject: Subject, profile: Profile, shorten: bool | None, waiting: Mapping[str, bool]) -> Subject:
-    """The subject, shortened where that is asked for or, with None, where the host has no room for copies of it.
+    """The subject, shortened where that is asked for or, with None, where the host has no room for copies of it; as it
+    is where nothing can be left out.
 
-    ``waiting``: of its programs, see ``updating_after``.  Raises ``HostMemoryError`` where nothing can be left out.
+    ``waiting``: of its programs, see ``updating_after``.
     """
     if shorten is None:
         try:
             require_memory(subject)
         except HostMemoryError:
-            kept = kept_layers(subject.layers)
-            if len(kept) == len(subject.layers):
-                raise
-            return _shortened(subject, profile, kept, waiting)
-    return _shortened(subject, profile, kept_layers(subject.layers), waiting) if shorten else subject
+            shorten = True
+    kept = kept_layers(subject.layers) if shorten else tuple(range(len(subject.layers)))
+    return subject if len(kept) == len(subject.layers) else _shortened(subject, profile, kept, waiting)
 
 
 def _shortened(subject: Subject, profile: Profile, kept: tuple[int, ...], waiting: Mapping[str, bool]) -> Subject:

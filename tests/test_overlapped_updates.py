@@ -12,13 +12,14 @@ from plain_training import breaking
 from torch import Tensor, nn
 
 from harmony_lab.costs import Profile
-from harmony_lab.errors import StepCancelledError, TrainingError
+from harmony_lab.errors import HarmonyError, StepCancelledError, TrainingError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.measure import profile
 from harmony_lab.program import OpKind
 from harmony_lab.run import Run
+from harmony_lab.runtime.workers import Workers
 from harmony_lab.step_record import StepRecord
 from harmony_lab.trainer import Trainer
 
@@ -183,6 +184,69 @@ def test_a_step_that_fails_makes_the_updates_left_to_it_and_training_goes_on() -
         reference.assert_equal(model)
 
 
+def test_a_batch_that_is_refused_leaves_weights_current() -> None:
+    model, _, trainer = made(Linears, PLANS["pp"], max_grad_norm=0.2)
+    reference, data = Reference(model), batches(1)
+    with trainer:
+        trainer.step(data[0], leave_updates=True)
+        reference.step(data[0])
+        with pytest.raises(HarmonyError, match="does not fit"):
+            trainer.step((torch.randn(8, 5), data[0][1]), leave_updates=True)
+        reference.assert_equal(model)
+
+
+def test_an_update_that_fails_keeps_no_other_from_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, trainer = made(Linears, PLANS["pp"], max_grad_norm=0.2)
+    reference, data = Reference(model), batches(2)
+    first, step = next(model.parameters()), optimizer.step
+
+    def breaks() -> None:
+        if first.grad is not None:
+            raise OSError("disk full")
+        step()
+
+    with trainer:
+        trainer.step(data[0], leave_updates=True)
+        reference.step(data[0])
+        monkeypatch.setattr(optimizer, "step", breaks)
+        with pytest.raises(TrainingError, match="disk full\nOf the step before, the update of layers 0:2 may be incom"):
+            trainer.finish()
+        monkeypatch.undo()
+        others = [list(one.parameters())[4:] for one in (model, reference.model)]  # of layers 2:4
+        torch.testing.assert_close(*others, rtol=1e-4, atol=1e-6)
+        model.load_state_dict(reference.model.state_dict())
+        trainer.step(data[1], leave_updates=True)  # by other moments, for those that failed
+        monkeypatch.setattr(optimizer, "step", breaks)
+        with pytest.raises(TrainingError, match="layers 0:2 may be incomplete; the others are made"):
+            trainer.step(data[1], leave_updates=True)
+        monkeypatch.undo()
+        assert trainer.step_count == 2
+
+
+def test_an_interrupt_that_comes_when_all_is_done_loses_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, trainer = made(Linears, PLANS["pp"], max_grad_norm=0.2)
+    reference, data = Reference(model), batches(3)
+    run = Workers.run
+
+    def interrupted(workers: Workers, *arguments: Any) -> None:
+        run(workers, *arguments)
+        raise KeyboardInterrupt
+
+    with trainer:
+        for number, batch in enumerate(data):
+            reference.step(batch)
+            if number != 1:
+                trainer.step(batch, leave_updates=True)
+                continue
+            monkeypatch.setattr(Workers, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                trainer.step(batch, leave_updates=True)
+            monkeypatch.undo()
+            assert caught.value.__notes__ == ["All of this step was done, its updates are made."]
+            reference.assert_equal(model)
+    reference.assert_equal(model)
+
+
 def test_a_cancelled_step_makes_the_updates_left_to_it() -> None:
     def cancel_third() -> None:
         if trainer.step_count == 2:
@@ -234,18 +298,21 @@ def test_whoever_looks_at_weights_after_every_step_sees_those_of_that_step() -> 
 def test_a_paused_run_has_made_all_updates() -> None:
     model, _, trainer = made(Linears, PLANS["pp"], max_grad_norm=0.2)
     reference, data = Reference(model), batches(4)
-    third = threading.Event()
+    third, go_on = threading.Event(), threading.Event()
 
     def loader() -> Iterator[Batch]:
         for number in itertools.count():
             if number == 2:
                 third.set()
+            if number > 2:
+                go_on.wait(0.1)  # so that few steps are taken until it is paused
             yield data[number % len(data)]
 
     run = Run(trainer, trainer.plan, loader(), 10_000, num_samples=lambda batch: len(batch[0]))
     run.start()
     assert third.wait(60)
     run.pause()
+    go_on.set()
     weights = copy.deepcopy(model)
     for number in range(len(run.losses)):
         reference.step(data[number % len(data)])

@@ -1,11 +1,12 @@
 """Models with layers that repeat left out, to verify what the host has no room for copies of."""
 
 import copy
+from collections.abc import Iterable
 
 import models
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harmony_lab.copies import copied_layers
 from harmony_lab.costs import Profile
@@ -74,6 +75,40 @@ def test_a_shortened_model_is_verified_and_nothing_of_the_whole_changes(setting:
         assert certificate["parameters"].largest == 0.0
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
         torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps what it knows of parameters beside its state."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.moments: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                moment = self.moments.setdefault(parameter, torch.zeros_like(parameter)).mul_(0.9).add_(parameter.grad)
+                parameter.sub_(moment, alpha=0.1)
+
+
+def test_the_optimizer_of_a_shortened_copy_shares_nothing_with_the_users(setting: Setting) -> None:
+    model, layers, adamw, _ = setting
+    short = shortened(layers, kept_layers(layers), nn.Module())
+    own = Momentum(model.parameters())
+    for optimizer in (own, adamw):
+        copied = copied_layers(short, optimizer)
+        copies = [tensor for name, tensor in copied.layers.tensors.items() if name in short.state]
+        assert {id(tensor) for tensor in copied.optimizer.param_groups[0]["params"]} == set(map(id, copies))
+        settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        assert {name: copied.optimizer.param_groups[0][name] for name in settings} == settings
+        before = [tensor.clone() for tensor in copies]
+        for tensor in copies:
+            tensor.grad = torch.ones_like(tensor)
+        copied.optimizer.step()
+        assert not any(map(torch.equal, copies, before))
+        assert set(copied.optimizer.state) <= set(copies)
+    assert not own.moments
 
 
 def test_copies_that_have_no_room_are_shortened(setting: Setting) -> None:

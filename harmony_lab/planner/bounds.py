@@ -48,32 +48,18 @@ def problem_bound(
     overlapping: bool = True,
     peers_only: bool = True,
     device_updates: bool = True,
+    keeps: bool = True,
 ) -> float:
     """No plan of these modes on all devices is faster.
 
-    Per layer the best time per sample over all measured sizes, forward once and backward once, spread evenly over the
-    devices; every weight in once; every gradient out once, or the weights that a device has updated, which are no less.
+    The least computing (``_least_computing_s``), spread evenly over the devices; every weight in once; every gradient
+    out once, or the weights that a device has updated, which are no less.
     ``overlapping`` False: plans with ``prefetch=0`` whose packs all come and go, see ``_serial_bound``; ``peers_only``:
     with peer transfers where the machine has them; ``device_updates``: devices may update what of the optimizer's state
-    they have room for, else the host updates all.
+    they have room for, else the host updates all; ``keeps``: packs may keep what backward needs, where there is room.
     """
     profile = costs.profile
-    total = 0.0
-    for index, layer in enumerate(profile.layers):
-        if index >= profile.first_trainable_layer:
-            per_sample = [
-                (cost.recompute_s + cost.backward_s) / size
-                for size, cost in zip(profile.microbatch_sizes, layer.costs, strict=True)
-            ]
-        else:
-            per_sample = [
-                min(cost.forward_s, cost.recompute_s) / size
-                for size, cost in zip(profile.microbatch_sizes, layer.costs, strict=True)
-            ] + [
-                cost.forward_s / size
-                for size, cost in zip(profile.forward_only_sizes, layer.forward_costs, strict=True)
-            ]
-        total += min(per_sample) * minibatch_size
+    total = _least_computing_s(costs, machine, minibatch_size, keeps=keeps)
     count = len(profile)
     bound = max(
         total / machine.num_devices,
@@ -86,6 +72,53 @@ def problem_bound(
     if not overlapping and modes and not profile.first_trainable_layer:
         bound = max(bound, min(_serial_bound(costs, machine, minibatch_size, mode, peers_only) for mode in modes))
     return bound
+
+
+def _least_computing_s(costs: PackCosts, machine: Machine, minibatch_size: int, *, keeps: bool) -> float:
+    """Forward of every layer, and forward again with backward.
+
+    Forward is not run twice in the last pack, at most the largest that fits with the microbatches of backward, and in
+    layers that keep what backward needs, at most as many as all devices have memory for.  The least over the sizes that
+    backward's microbatches may have, each layer in its best time per sample of those up to that.
+    """
+    profile = costs.profile
+    bottom, count = profile.first_trainable_layer, len(profile)
+    once = np.full(count, np.inf)
+    for size in (*profile.microbatch_sizes, *profile.forward_only_sizes):  # between these, times are linear
+        once = np.minimum(once, costs.layer_seconds(size, forward=True) / size)
+    kept = np.array([_kept_bytes(costs, layer, minibatch_size) for layer in range(count)])
+    memory = sum(machine.budgets) if keeps else 0
+    found, backward = np.inf, np.full(count, np.inf)
+    for size in range(profile.microbatch_sizes[0], min(profile.largest_microbatch, minibatch_size) + 1):
+        backward = np.minimum(backward, costs.layer_seconds(size, forward=False) / size)
+        to_the_end = costs.reach(size, max(machine.budgets), forward=False) >= count
+        fused = max(bottom, int(np.argmax(to_the_end)) if to_the_end.any() else count - 1)
+        seconds = once[:fused].sum() + backward[bottom:].sum()
+        found = min(found, seconds - _most_saved(once[bottom:fused], kept[bottom:fused], memory))
+    return float(found * minibatch_size)
+
+
+def _kept_bytes(costs: PackCosts, layer: int, minibatch_size: int) -> float:
+    """At least what a layer takes that keeps what backward needs of the whole minibatch: that, but for its input, and
+    its weights."""
+    cost = costs.profile.layers[layer]
+    per_sample = min(
+        max(0, sized.saved_bytes - costs.boundary_bytes(layer, size)) / size
+        for size, sized in zip(costs.profile.microbatch_sizes, cost.costs, strict=True)
+    )
+    return cost.parameter_bytes + per_sample * minibatch_size
+
+
+def _most_saved(seconds: Floats, num_bytes: Floats, memory: float) -> float:
+    """The most of these seconds that so much memory saves, the last layer in part."""
+    saved = 0.0
+    for index in np.argsort(num_bytes / np.maximum(seconds, 1e-30)):
+        share = 1.0 if num_bytes[index] <= memory else memory / num_bytes[index]
+        saved += share * float(seconds[index])
+        memory -= share * num_bytes[index]
+        if memory <= 0.0:
+            break
+    return saved
 
 
 def _serial_bound(costs: PackCosts, machine: Machine, minibatch_size: int, mode: Mode, peers_only: bool) -> float:

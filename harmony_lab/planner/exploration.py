@@ -112,6 +112,7 @@ class Exploration:
             overlapping=max(self.switches.prefetch) > 0 or self.switches.staying,
             peers_only=all(self.switches.peer_transfers),
             device_updates=self.switches.updates_on_devices,
+            keeps=self.switches.staying,
         )
         for number, setting in enumerate(settings):
             self.left = (len(settings) - number) * self.shown + (_ALSO_FROM if self.switches.staying else 0)

@@ -254,7 +254,7 @@ class Workers:
         """Run a job to its end.  ``KeyboardInterrupt`` here aborts it, and is raised once all threads are idle.
 
         Raises ``TrainingError`` when no op has ended for ``patience_s``, not counting time in which the whole process
-        was stopped.
+        was stopped.  It is for ops that wait for each other: one that is under way is waited for all the same.
         """
         pending = list(job.queues)
         try:

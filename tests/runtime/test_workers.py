@@ -25,7 +25,7 @@ def test_a_standstill_ends_with_what_every_thread_waits_for() -> None:
     try:
         workers.prepare(waits.queues)
         with pytest.raises(TrainingError, match="no op has ended for") as error:
-            workers.run(job, patience_s=0.3)
+            workers.run(job, patience_s=1.0)
     finally:
         workers.close()
     lines = str(error.value).splitlines()[1:]
