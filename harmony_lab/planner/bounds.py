@@ -59,7 +59,9 @@ def problem_bound(
     they have room for, else the host updates all; ``keeps``: packs may keep what backward needs, where there is room.
     """
     profile = costs.profile
-    total = _least_computing_s(costs, machine, minibatch_size, keeps=keeps)
+    in_pp = Mode.PP in modes or machine.num_devices == 1
+    share = minibatch_size if in_pp else -(-minibatch_size // machine.num_devices)
+    total = _least_computing_s(costs, machine, minibatch_size, share, keeps=keeps)
     count = len(profile)
     bound = max(
         total / machine.num_devices,
@@ -74,8 +76,8 @@ def problem_bound(
     return bound
 
 
-def _least_computing_s(costs: PackCosts, machine: Machine, minibatch_size: int, *, keeps: bool) -> float:
-    """Forward of every layer, and forward again with backward.
+def _least_computing_s(costs: PackCosts, machine: Machine, minibatch_size: int, share: int, *, keeps: bool) -> float:
+    """Forward of every layer, and forward again with backward.  ``share``: of a device, the largest microbatch.
 
     Forward is not run twice in the last pack, at most the largest that fits with the microbatches of backward, and in
     layers that keep what backward needs, at most as many as all devices have memory for.  The least over the sizes that
@@ -89,7 +91,7 @@ def _least_computing_s(costs: PackCosts, machine: Machine, minibatch_size: int, 
     kept = np.array([_kept_bytes(costs, layer, minibatch_size) for layer in range(count)])
     memory = sum(machine.budgets) if keeps else 0
     found, backward = np.inf, np.full(count, np.inf)
-    for size in range(profile.microbatch_sizes[0], min(profile.largest_microbatch, minibatch_size) + 1):
+    for size in range(profile.microbatch_sizes[0], min(profile.largest_microbatch, share) + 1):
         backward = np.minimum(backward, costs.layer_seconds(size, forward=False) / size)
         to_the_end = costs.reach(size, max(machine.budgets), forward=False) >= count
         fused = max(bottom, int(np.argmax(to_the_end)) if to_the_end.any() else count - 1)
