@@ -186,7 +186,9 @@ def _turns_in(tab: str, dashboard: Any, sent: _Sent, count: int) -> float:
 
 def _saved_bytes(lab: Lab, view: Any, others: set[str]) -> int:
     """Of a notebook with this dashboard as its one output: widgets, their state, and the static form."""
-    outputs = [view._repr_mimebundle_(), {"text/html": lab._repr_html_(), "text/plain": repr(lab)}]
+    from harmony_lab.notebook.images import as_images
+
+    outputs = [view._repr_mimebundle_(), {"text/html": as_images(lab._repr_html_()), "text/plain": repr(lab)}]
     state = {name: value for name, value in _widgets_state().items() if name not in others}
     return len(json.dumps({"outputs": outputs, "metadata": state}, default=str))
 

@@ -7,7 +7,7 @@ _HOMES = {
     "candidate_heatmap": "swaps",
     "candidates_scatter": "candidates",
     "compare_figure": "timeline",
-    "link_utilisation": "swaps",
+    "link_utilisation": "utilisation",
     "loss_curve": "loss",
     "memory_timeline": "memory",
     "profile_figure": "profile",
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from harmony_lab.figures.loss import loss_curve
     from harmony_lab.figures.memory import memory_timeline
     from harmony_lab.figures.profile import profile_figure
-    from harmony_lab.figures.swaps import candidate_heatmap, link_utilisation, swap_heatmap
+    from harmony_lab.figures.swaps import candidate_heatmap, swap_heatmap
     from harmony_lab.figures.timeline import compare_figure, timeline_figure
+    from harmony_lab.figures.utilisation import link_utilisation
 
 
 def __getattr__(name: str) -> Any:

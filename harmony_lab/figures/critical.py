@@ -1,15 +1,15 @@
 """The critical path of an iteration: the chain of ops that nothing could have shortened without shortening itself."""
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from harmony_lab.figures.lanes import Lanes
+from harmony_lab.compiled import Ints
+from harmony_lab.figures.lanes import KINDS, Lanes
 from harmony_lab.figures.spec import panel_axes
 from harmony_lab.figures.theme import CRITICAL_COLOUR, label
-from harmony_lab.program import OpKind
+from harmony_lab.program import OpColumns, OpKind, Stream
 from harmony_lab.trace import Trace
 
 __all__ = ["CriticalPath", "critical_line", "critical_path"]
@@ -39,24 +39,34 @@ def critical_path(trace: Trace) -> CriticalPath:
     """Back from the op that ended last, each time to the one that ended last of those it had to wait for: its
     predecessor on the stream and the ops it comes after.
     """
-    program = trace.program
-    if not program.ops:
+    ops = trace.program.op_columns
+    if not len(ops.kind):
         return CriticalPath((), {}, 0.0)
-    ends = trace.end_s.tolist()
-    before = {number: other for queue in program.queues.values() for other, number in pairwise(queue)}
+    ends, after, after_end = trace.end_s.tolist(), ops.after.tolist(), [0, *ops.after_end.tolist()]
+    before = _before(ops).tolist()
     number = int(trace.end_s.argmax())
     path = [number]
-    while waited_for := [*program.ops[number].after, *([before[number]] if number in before else ())]:
+    while waited_for := [
+        *after[after_end[number] : after_end[number + 1]],
+        *([before[number]] if before[number] >= 0 else ()),
+    ]:
         number = max(waited_for, key=lambda other: (ends[other], other))
         path.append(number)
     path.reverse()
-    seconds: dict[OpKind, float] = {}
-    for number in path:
-        spent = ends[number] - float(trace.start_s[number])
-        if spent > 0:
-            kind = program.ops[number].kind
-            seconds[kind] = seconds.get(kind, 0.0) + spent
+    spent_s = (trace.end_s - trace.start_s)[path]
+    of_kind = np.bincount(ops.kind[path], weights=np.maximum(spent_s, 0.0), minlength=len(KINDS))
+    seconds = {kind: float(s) for kind, s in zip(KINDS, of_kind, strict=True) if s > 0}
     return CriticalPath(tuple(path), seconds, max(0.0, trace.makespan_s - sum(seconds.values())))
+
+
+def _before(ops: OpColumns) -> Ints:
+    """The op before each on its stream, -1 where there is none."""
+    stream = ops.device * len(Stream) + ops.stream
+    order = np.argsort(stream, kind="stable")
+    before = np.full(len(order), -1)
+    follows = np.flatnonzero(np.diff(stream[order]) == 0) + 1
+    before[order[follows]] = order[follows - 1]
+    return before
 
 
 def critical_line(

@@ -1,17 +1,16 @@
 """Lanes: the rows and bars of a timeline, thinned where there are more than the eye can tell apart."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from harmony_lab.figures.moves import moves
 from harmony_lab.figures.theme import label
 from harmony_lab.machine import HOST, Machine
-from harmony_lab.program import OpKind, Program, Stream
+from harmony_lab.order import Uses
+from harmony_lab.program import OP_CODES, STREAM_CODES, OpKind, Program, Stream
 from harmony_lab.trace import Trace
 
 __all__ = ["KINDS", "MOVING", "Lanes", "lanes", "stream_name", "stream_order", "thinned"]
@@ -19,8 +18,6 @@ __all__ = ["KINDS", "MOVING", "Lanes", "lanes", "stream_name", "stream_order", "
 KINDS: Final = tuple(OpKind)
 MOVING: Final = frozenset((OpKind.SWAP_IN, OpKind.SWAP_OUT, OpKind.SEND, OpKind.RECV, OpKind.ALL_REDUCE))
 _STREAMS: Final = tuple(Stream)
-_KIND_NUMBERS: Final = {kind: number for number, kind in enumerate(KINDS)}
-_STREAM_NUMBERS: Final = {stream: number for number, stream in enumerate(_STREAMS)}
 _FINEST: Final = 2000  # bars shorter than this share of the makespan may be drawn as one
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -64,11 +61,10 @@ def lanes(trace: Trace) -> Lanes:
     A SEND takes no time by itself: it is drawn while the RECV that names it runs.
     """
     program, num_devices = trace.program, len(trace.machine.devices)
-    kinds, devices, streams, layers, samples, *_ = zip(*program.ops, strict=True) if program.ops else ((),) * 5
-    kind, stream, device = _numbers(kinds, _KIND_NUMBERS), _numbers(streams, _STREAM_NUMBERS), _ints(devices)
-    stream[kind == _KIND_NUMBERS[OpKind.SEND]] = _STREAM_NUMBERS[Stream.PEER_OUT]
-    drawn = np.flatnonzero((kind != _KIND_NUMBERS[OpKind.FREE]) & (stream != _STREAM_NUMBERS[Stream.MEMORY]))
-    owner = np.where(device == HOST, num_devices, device)
+    ops = program.op_columns
+    stream = np.where(ops.kind == OP_CODES[OpKind.SEND], STREAM_CODES[Stream.PEER_OUT], ops.stream)
+    drawn = np.flatnonzero((ops.kind != OP_CODES[OpKind.FREE]) & (stream != STREAM_CODES[Stream.MEMORY]))
+    owner = np.where(ops.device == HOST, num_devices, ops.device)
     keys, row = np.unique(owner[drawn] * len(_STREAMS) + stream[drawn], return_inverse=True)
     rows = [(HOST if key // len(_STREAMS) == num_devices else key // len(_STREAMS), key) for key in keys.tolist()]
     interval = _intervals(program)[drawn]
@@ -77,27 +73,15 @@ def lanes(trace: Trace) -> Lanes:
         names=tuple(stream_name(trace.machine, device, _STREAMS[key % len(_STREAMS)]) for device, key in rows),
         owners=tuple(device for device, _ in rows),
         row=row,
-        kind=kind[drawn],
+        kind=ops.kind[drawn],
         start_s=start_s,
         duration_s=trace.end_s[interval] - start_s,
         number=drawn,
-        layers=_pairs(layers)[drawn],
-        samples=_pairs(samples)[drawn],
-        moved_bytes=_ints([_moved_bytes(program, number) for number in interval.tolist()]),
+        layers=np.column_stack([ops.start, ops.stop])[drawn],
+        samples=np.column_stack([ops.first, ops.last])[drawn],
+        moved_bytes=_moved_bytes(program)[interval],
         num_ops=np.ones(len(drawn), dtype=np.int64),
     )
-
-
-def _ints(values: Sequence[int]) -> _Ints:
-    return np.fromiter(values, dtype=np.int64, count=len(values))
-
-
-def _pairs(pairs: Sequence[tuple[int, int]]) -> _Ints:
-    return np.fromiter(chain.from_iterable(pairs), dtype=np.int64, count=2 * len(pairs)).reshape(-1, 2)
-
-
-def _numbers(values: Sequence[StrEnum], numbers: Mapping[Any, int]) -> _Ints:
-    return np.fromiter(map(numbers.__getitem__, values), dtype=np.int64, count=len(values))
 
 
 def stream_order(key: tuple[int, Stream]) -> tuple[bool, int, int]:
@@ -113,21 +97,23 @@ def stream_name(machine: Machine, device: int, stream: Stream) -> str:
 
 def _intervals(program: Program) -> _Ints:
     """The op in whose time each op is drawn: its own, for a SEND that of the RECV that takes its blocks."""
-    ops = program.ops
-    intervals = np.arange(len(ops))
-    sent_by: dict[int, int] = {}
-    for number, op in enumerate(ops):
-        if op.kind is OpKind.SEND:
-            sent_by |= dict.fromkeys(op.reads, number)
-        elif op.kind is OpKind.RECV:
-            intervals[[sent_by[block] for block in op.reads if block in sent_by]] = number
+    ops = program.op_columns
+    intervals = np.arange(len(ops.kind))
+    reads = Uses.of(ops.reads, ops.reads_end)
+    sends, receives = (ops.kind[reads.op] == OP_CODES[kind] for kind in (OpKind.SEND, OpKind.RECV))
+    sent_by = np.full(len(program.block_columns.kind), -1)
+    sent_by[reads.block[sends]] = reads.op[sends]
+    sender, receiver = sent_by[reads.block[receives]], reads.op[receives]
+    intervals[sender[sender >= 0]] = receiver[sender >= 0]
     return intervals
 
 
-def _moved_bytes(program: Program, number: int) -> int:
-    if program.ops[number].kind not in MOVING:
-        return 0
-    return sum(transfer.num_bytes for transfer in program.transfers(number))
+def _moved_bytes(program: Program) -> _Ints:
+    """By op."""
+    moved = moves(program)
+    num_bytes = np.zeros(len(program.ops), dtype=np.int64)
+    np.add.at(num_bytes, moved.op, moved.num_bytes)
+    return num_bytes
 
 
 def thinned(bars: Lanes, makespan_s: float, *, limit: int) -> Lanes:

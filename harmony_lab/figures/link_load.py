@@ -5,16 +5,19 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from harmony_lab.compiled import Ints
+from harmony_lab.figures.moves import moves
 from harmony_lab.figures.scales import time_unit
 from harmony_lab.figures.spec import Spec
 from harmony_lab.figures.theme import SEQUENTIAL, looks
-from harmony_lab.machine import Direction, Hop
+from harmony_lab.machine import HOST, Direction, Hop
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_rate
 
 __all__ = ["LinkLoad", "hop_name", "link_load", "link_load_spec"]
 
 _STRETCHES: Final = 240
+_ARROWS: Final = {Direction.DOWN: "↓", Direction.UP: "↑", Direction.BOTH: "↕"}
 _Floats = npt.NDArray[np.float64]
 
 
@@ -39,21 +42,30 @@ def link_load(trace: Trace, *, num_stretches: int = _STRETCHES) -> LinkLoad:
 
     Links that carry nothing are left out.
     """
-    moves: dict[Hop, list[tuple[int, int]]] = {}
-    for number in range(len(trace.program.ops)):
-        for transfer in trace.program.transfers(number):
-            for hop in trace.machine.route(transfer.source, transfer.destination):
-                moves.setdefault(hop, []).append((number, transfer.num_bytes))
-    hops = tuple(sorted(moves, key=lambda hop: (hop.link, hop.direction)))
+    carried = _over_hops(trace)
+    hops = tuple(sorted(carried, key=lambda hop: (hop.link, hop.direction)))
     edges = np.linspace(0.0, trace.makespan_s, num_stretches + 1)
     least_s = (trace.makespan_s / num_stretches or 1.0) * 1e-3  # a copy that took no time still has a place
     rows = []
     for hop in hops:
-        numbers, num_bytes = (np.array(column) for column in zip(*moves[hop], strict=True))
+        numbers, num_bytes = carried[hop]
         start = trace.start_s[numbers]
         rows.append(np.diff(_carried(start, np.maximum(trace.end_s[numbers], start + least_s), num_bytes, edges)))
     capacities = np.array([trace.machine.capacities[hop] for hop in hops])
     return LinkLoad(hops, edges, np.array(rows).reshape(len(hops), num_stretches), capacities)
+
+
+def _over_hops(trace: Trace) -> dict[Hop, tuple[Ints, Ints]]:
+    """Ops whose bytes go over each link, and how many."""
+    moved = moves(trace.program)
+    size = trace.machine.num_devices + 1
+    routes, of_route = np.unique((moved.source - HOST) * size + moved.destination - HOST, return_inverse=True)
+    over: dict[Hop, list[int]] = {}
+    for number, route in enumerate(routes.tolist()):
+        for hop in trace.machine.route(route // size + HOST, route % size + HOST):
+            over.setdefault(hop, []).append(number)
+    times = {hop: np.bincount(numbers, minlength=len(routes))[of_route] for hop, numbers in over.items()}
+    return {hop: (np.repeat(moved.op, count), np.repeat(moved.num_bytes, count)) for hop, count in times.items()}
 
 
 def _carried(start_s: _Floats, end_s: _Floats, num_bytes: npt.NDArray[np.int64], at_s: _Floats) -> _Floats:
@@ -69,8 +81,8 @@ def _carried(start_s: _Floats, end_s: _Floats, num_bytes: npt.NDArray[np.int64],
 
 
 def hop_name(hop: Hop) -> str:
-    """``"host-switch ↓"``: an arrow down leads away from the host."""
-    return f"{hop.link} {'↓' if hop.direction is Direction.DOWN else '↑'}"
+    """``"host-switch ↓"``: an arrow down leads away from the host; ``"gpu0-gpu1 ↓"``: over a bridge to the second."""
+    return f"{hop.link} {_ARROWS[hop.direction]}"
 
 
 def link_load_spec(trace: Trace, *, left: int = 130) -> Spec:

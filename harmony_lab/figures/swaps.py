@@ -1,30 +1,23 @@
-"""Swap volume: bytes moved by pack, by candidate and by link."""
+"""Swap volume: bytes moved by pack and by candidate."""
 
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from harmony_lab.figures.lanes import stream_name, stream_order
-from harmony_lab.figures.link_load import hop_name
-from harmony_lab.figures.scales import byte_unit
 from harmony_lab.figures.spec import Spec
-from harmony_lab.figures.theme import SEQUENTIAL, TENSOR_COLOURS, dress, ink_on, label, looks, sequential
+from harmony_lab.figures.theme import SEQUENTIAL, ink_on, looks, sequential
 from harmony_lab.figures.volumes import Volumes, volumes_of_candidates, volumes_of_packs
-from harmony_lab.machine import Hop
-from harmony_lab.program import Stream, TensorKind
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes
 
-__all__ = ["candidate_heatmap", "candidate_swap_spec", "link_utilisation", "swap_heatmap", "swap_spec"]
+__all__ = ["candidate_heatmap", "candidate_swap_spec", "swap_heatmap", "swap_spec"]
 
 _MOST_LABELLED_ROWS: Final = 60
 _MOST_LABELLED_COLUMNS: Final = 16
 _FEWEST_DECADES: Final = 2.0  # so that nearly equal volumes look alike
 _MOST_PIXELS: Final = 900
-_BAR_PIXELS: Final = 22
 
 
 def swap_heatmap(trace: Trace) -> go.Figure:
@@ -53,74 +46,6 @@ def candidate_swap_spec(names: Sequence[str], traces: Sequence[Trace]) -> Spec:
         "peer: from one to another</sup>"
     )
     return _heatmap(volumes_of_candidates(names, traces), title, top=60)
-
-
-def link_utilisation(trace: Trace) -> go.Figure:
-    """How busy every stream is, and what every link carries in each direction, by tensor kind."""
-    # A peer transfer takes its time where it arrives.
-    streams = sorted((key for key in trace.busy_s if key[1] is not Stream.PEER_OUT), key=stream_order)
-    hops = sorted({hop for hop, _ in trace.link_bytes}, key=lambda hop: (hop.link, hop.direction))
-    rows = [max(2, len(streams)), max(2, len(hops))]
-    figure = make_subplots(
-        rows=2,
-        cols=1,
-        vertical_spacing=60 / (60 + _BAR_PIXELS * sum(rows)),
-        row_heights=rows,
-        subplot_titles=[
-            f"Busy share of the iteration, {trace.origin}",
-            f"Bytes over each link, {trace.origin}, one iteration",
-        ],
-    )
-    _busy_bars(figure, trace, streams)
-    _link_bars(figure, trace, hops)
-    figure.update_annotations(x=0, xanchor="left", font_size=13)
-    figure.update_yaxes(autorange="reversed", showgrid=False, fixedrange=True)
-    figure.update_xaxes(rangemode="tozero")
-    dress(figure, title="", height=175 + _BAR_PIXELS * sum(rows), left=130, top=40)
-    figure.update_layout(barmode="stack", bargap=0.25)
-    return figure
-
-
-def _busy_bars(figure: go.Figure, trace: Trace, streams: Sequence[tuple[int, Stream]]) -> None:
-    shares = [trace.busy_fraction(device, stream) for device, stream in streams]
-    figure.add_trace(
-        go.Bar(
-            orientation="h",
-            y=[stream_name(trace.machine, device, stream) for device, stream in streams],
-            x=shares,
-            text=[f"{share:.0%}" for share in shares],
-            textposition="outside",
-            cliponaxis=False,
-            marker={"color": SEQUENTIAL[3]},
-            showlegend=False,
-            hovertemplate="%{y}: busy %{x:.1%}<extra></extra>",
-        ),
-        row=1,
-        col=1,
-    )
-    figure.update_xaxes(range=[0, 1.1], tickvals=[0, 0.5, 1], tickformat=".0%", row=1, col=1)
-
-
-def _link_bars(figure: go.Figure, trace: Trace, hops: Sequence[Hop]) -> None:
-    loads = {hop: sum(n for (h, _), n in trace.link_bytes.items() if h == hop) for hop in hops}
-    unit = byte_unit(max(loads.values(), default=0))
-    for kind in TensorKind:
-        num_bytes = [trace.link_bytes.get((hop, kind), 0) for hop in hops]
-        if any(num_bytes):
-            figure.add_trace(
-                go.Bar(
-                    orientation="h",
-                    y=[hop_name(hop) for hop in hops],
-                    x=[n / unit.size for n in num_bytes],
-                    name=label(kind),
-                    marker={"color": TENSOR_COLOURS[kind]},
-                    customdata=[format_bytes(n) for n in num_bytes],
-                    hovertemplate="%{y}: %{customdata}",
-                ),
-                row=2,
-                col=1,
-            )
-    figure.update_xaxes(ticksuffix=f" {unit.name}", row=2, col=1)
 
 
 def _heatmap(volumes: Volumes, title: str, *, top: int = 40) -> Spec:

@@ -7,12 +7,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from harmony_lab.compiled import Ints
+from harmony_lab.figures.moves import moves
 from harmony_lab.figures.theme import label
 from harmony_lab.machine import HOST
-from harmony_lab.program import Op, OpKind, Program, TensorKind
+from harmony_lab.order import Bools, Uses
+from harmony_lab.program import OP_CODES, TENSOR_CODES, OpKind, Program, TensorKind
 from harmony_lab.trace import Trace
 
 __all__ = ["Volumes", "Way", "volumes_of_candidates", "volumes_of_packs"]
+
+
+_KINDS = tuple(TensorKind)
+_COMPUTING = tuple(OP_CODES[kind] for kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD))
+_GRADIENTS = tuple(TENSOR_CODES[kind] for kind in (TensorKind.GRADIENT, TensorKind.ACTIVATION_GRADIENT))
 
 
 class Way(StrEnum):
@@ -55,58 +63,70 @@ def volumes_of_packs(trace: Trace) -> Volumes:
     one to have used a block that goes out.
     """
     program = trace.program
-    uses = _uses(program)
+    moved = moves(program)
+    packs, of_op = np.unique(_packs(program), axis=0, return_inverse=True)
+    cells, of_move = np.unique(
+        np.column_stack([of_op[moved.op], moved.source, moved.destination, moved.kind]), axis=0, return_inverse=True
+    )
+    num_bytes = np.zeros(len(cells), dtype=np.int64)
+    np.add.at(num_bytes, of_move, moved.num_bytes)
     rows: dict[str, _Cells] = {}
-    for number in range(len(program.ops)):
-        transfers = program.transfers(number)
-        if not transfers:
-            continue
-        cells = rows.setdefault(_pack(program, number, uses), {})
-        for source, destination, kind, num_bytes in transfers:
-            _add(cells, source, destination, kind, num_bytes)
-    return _table(dict(sorted(rows.items(), key=lambda row: _position(row[0]))))
+    for (pack, source, destination, kind), amount in zip(cells.tolist(), num_bytes.tolist(), strict=True):
+        backward, start, stop = packs[pack].tolist()
+        _add(rows.setdefault(_name(backward, start, stop), {}), source, destination, _KINDS[kind], amount)
+    return _table(rows)
 
 
-def _position(name: str) -> tuple[bool, int, int]:
-    """Forward packs upwards, then backward packs downwards: the order in which they run."""
-    bounds, phase = name.split(") ")
-    start, stop = map(int, bounds[1:].split(":"))
-    return (False, start, stop) if phase == "F" else (True, -start, -stop)
+def _name(backward: int, first: int, second: int) -> str:
+    return f"[{-first}:{-second}) B" if backward else f"[{first}:{second}) F"
 
 
-def _is_backward(program: Program, op: Op) -> bool:
-    """Whether the op belongs to a backward pack: the fused pack's forward does, it keeps what backward needs."""
-    if op.kind is OpKind.FORWARD:
-        return any(program.blocks[b].kind is TensorKind.SAVED for b in op.writes)
-    return op.kind in (OpKind.RECOMPUTE, OpKind.BACKWARD)
+def _packs(program: Program) -> Ints:
+    """[ops, 3], in the order in which packs run: whether it is of a backward pack, and that one's layers, which go
+    downwards and so are negative."""
+    ops = program.op_columns
+    count = len(ops.kind)
+    arriving = np.isin(ops.kind, (OP_CODES[OpKind.SWAP_IN], OP_CODES[OpKind.RECV]))
+    user = np.where(arriving, *_users(program))
+    used = (user >= 0) & (user < count)
+    user = np.where(used, user, 0)
+    reads, writes = Uses.of(ops.reads, ops.reads_end), Uses.of(ops.writes, ops.writes_end)
+    of_gradients = np.zeros(count, dtype=np.bool_)
+    for uses in (reads, writes):
+        of_gradients[uses.op[np.isin(program.block_columns.kind[uses.block], _GRADIENTS)]] = True
+    backward = np.where(used, _backward(program)[user], of_gradients)
+    own = ~used | (ops.start < ops.stop)
+    start, stop = np.where(own, ops.start, ops.start[user]), np.where(own, ops.stop, ops.stop[user])
+    return np.column_stack([backward, np.where(backward, -start, start), np.where(backward, -stop, stop)])
 
 
-def _uses(program: Program) -> Mapping[int, list[int]]:
-    """Block → the compute ops that read or write it, in order."""
-    uses: dict[int, list[int]] = {}
-    for number, op in enumerate(program.ops):
-        if op.kind in (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD):
-            for block in {*op.reads, *op.writes}:
-                uses.setdefault(block, []).append(number)
-    return uses
+def _backward(program: Program) -> Bools:
+    """By op, whether it belongs to a backward pack: the fused pack's forward does, it keeps what backward needs."""
+    ops = program.op_columns
+    writes = Uses.of(ops.writes, ops.writes_end)
+    saving = np.zeros(len(ops.kind), dtype=np.bool_)
+    saving[writes.op[program.block_columns.kind[writes.block] == TENSOR_CODES[TensorKind.SAVED]]] = True
+    again = np.isin(ops.kind, (OP_CODES[OpKind.RECOMPUTE], OP_CODES[OpKind.BACKWARD]))
+    found: Bools = again | (saving & (ops.kind == OP_CODES[OpKind.FORWARD]))
+    return found
 
 
-def _pack(program: Program, number: int, uses: Mapping[int, list[int]]) -> str:
-    op = program.ops[number]
-    arriving = op.kind in (OpKind.SWAP_IN, OpKind.RECV)
-    users = [user for block in (op.writes if arriving else op.reads) for user in uses.get(block, ())]
-    if arriving:
-        user = min((user for user in users if user > number), default=None)
-    else:
-        user = max((user for user in users if user < number), default=None)
-    if user is None:
-        kinds = {program.blocks[b].kind for b in (*op.reads, *op.writes)}
-        backward = not kinds.isdisjoint((TensorKind.GRADIENT, TensorKind.ACTIVATION_GRADIENT))
-        layers = op.layers
-    else:
-        backward = _is_backward(program, program.ops[user])
-        layers = op.layers if op.layers[0] < op.layers[1] else program.ops[user].layers
-    return f"[{layers[0]}:{layers[1]}) {'B' if backward else 'F'}"
+def _users(program: Program) -> tuple[Ints, Ints]:
+    """By op: the first compute op after it to use a block that it writes, or the number of ops where none does; the
+    last one before it to have used a block that it reads, or -1.
+    """
+    ops = program.op_columns
+    count = len(ops.kind)
+    reads, writes = Uses.of(ops.reads, ops.reads_end), Uses.of(ops.writes, ops.writes_end)
+    computing = np.isin(ops.kind, _COMPUTING)
+    keys = np.concatenate([uses.block * count + uses.op for uses in (reads, writes)])
+    keys = np.append(np.sort(keys[computing[keys % count]]), -1)  # by block, then by op; the last: nothing
+    after, before = np.full(count, count), np.full(count, -1)
+    at = keys[np.searchsorted(keys[:-1], writes.block * count + writes.op, side="right")]
+    np.minimum.at(after, writes.op, np.where(at // count == writes.block, at % count, count))
+    at = keys[np.searchsorted(keys[:-1], reads.block * count + reads.op, side="left") - 1]
+    np.maximum.at(before, reads.op, np.where(at // count == reads.block, at % count, -1))
+    return after, before
 
 
 def _add(cells: _Cells, source: int, destination: int, kind: TensorKind, num_bytes: int) -> None:

@@ -16,7 +16,16 @@ from harmony_lab.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["LEGEND", "NONE_CHOSEN", "CandidateTable", "Line", "baseline_line", "candidate_lines", "impossible_line"]
+__all__ = [
+    "LEGEND",
+    "NONE_CHOSEN",
+    "CandidateTable",
+    "Line",
+    "baseline_line",
+    "candidate_lines",
+    "impossible_line",
+    "pending_line",
+]
 
 NONE_CHOSEN = -1
 COLUMNS = (
@@ -79,6 +88,11 @@ def baseline_line(side: Side, bound_s: float) -> Line:
 def impossible_line(name: str, reason: str) -> Line:
     """A baseline that there is not."""
     return Line(["–", name, *["–"] * (len(COLUMNS) - 2)], [None] * len(COLUMNS), reason)
+
+
+def pending_line(name: str) -> Line:
+    """A baseline that is not known yet."""
+    return Line(["–", name, *["…"] * (len(COLUMNS) - 2)], [None] * len(COLUMNS), "being worked out")
 
 
 def _peaks_text(peaks: Sequence[int], machine: Machine) -> str:

@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
-from harmony_lab.lab_costs import forecast_on
-from harmony_lab.notebook.candidates import NONE_CHOSEN, CandidateTable, Line, candidate_lines
+from harmony_lab.notebook.at_rest import AtRest
+from harmony_lab.notebook.candidates import NONE_CHOSEN, CandidateTable, candidate_lines
 from harmony_lab.notebook.compare_panel import ComparePanel
-from harmony_lab.notebook.effects import effects
 from harmony_lab.notebook.header import header_html
 from harmony_lab.notebook.knob_panel import KnobCalls, KnobPanel
 from harmony_lab.notebook.knobs import Knobs
@@ -33,7 +31,6 @@ from harmony_lab.notebook.text import (
 from harmony_lab.notebook.weak import weakly
 from harmony_lab.notebook.worker import Worker
 from harmony_lab.plan import Plan
-from harmony_lab.planner.search import SearchResult
 
 if TYPE_CHECKING:
     from harmony_lab.lab import Lab
@@ -42,7 +39,6 @@ __all__ = ["Dashboard"]
 
 _MOST_BESIDE = 10  # candidates that can be compared
 _PAINTING_S = 5.0  # patience with what is being painted when the Lab closes
-_EFFECTS_AFTER_S = 0.3  # so that nobody who still turns waits for them
 _VERIFIED_STEPS = 2
 
 
@@ -55,28 +51,24 @@ class Dashboard:
 
         front end ── knob, click ──> hands: lab.prepare, choose, launch    (one thread, while there is work)
         Lab ──────── event ────────> painter: figures and texts            (another)
-                                         └──> effects: what each knob does (a third, at rest)
+                                         └──> at rest: what each knob does, baselines   (a third)
 
-    ``data``: batches to train on; without it the panel asks for a name in the ``namespace``, by default the notebook's.
+    ``namespace``: where names of data to train on are looked up, by default the notebook.
     """
 
-    def __init__(
-        self, lab: "Lab", *, data: Any = None, namespace: Callable[[], Mapping[str, Any]] = user_namespace
-    ) -> None:
+    def __init__(self, lab: "Lab", *, namespace: Callable[[], Mapping[str, Any]] = user_namespace) -> None:
         self.lab = lab
         self._reference: Weighed | None = None  # what deltas are taken from: the plan last chosen other than by knobs
         self._base: Plan | None = None  # what knobs are applied to: the reference or a plan that was typed
         self._requests = Requests()
         self._history = History()
-        self._num_painted = 0  # plans
         self._hands = Worker("harmony-lab dashboard", self._failed)
         self._painter = Worker("harmony-lab dashboard painter", self._failed)
-        self._weigher = Worker("harmony-lab dashboard effects", self._failed, delay_s=_EFFECTS_AFTER_S)
         self.header = ipywidgets.HTML()
         self.message = ipywidgets.HTML()  # what is going on
         self.trouble = ipywidgets.HTML()  # what went wrong
         self.progress = ipywidgets.FloatProgress(max=1.0, layout={"width": "100%", "display": "none"})
-        self.table = CandidateTable(weakly(self._choose_rank))
+        self.table = CandidateTable(weakly(self._choose))
         calls = KnobCalls(weakly(self._turn), weakly(self._take), weakly(self._undo), weakly(self._reset))
         self.knobs = KnobPanel(calls)
         self.figures = ipywidgets.HTML()
@@ -87,14 +79,15 @@ class Dashboard:
         self.pictures = Pictures(
             self._painter.submit,
             self._sides.candidate_traces,
-            weakly(self._choose_rank),
+            weakly(self._choose),
             [
                 ("Compare", self.compare.view, self.compare.draw),
                 ("What if", self.machine.view, lambda: None),
                 ("Layers", self.layers.view, self.layers.draw),
             ],
         )
-        self.launcher = LaunchPanel(weakly(self._launch), weakly(self._verify), namespace, data)
+        self.launcher = LaunchPanel(weakly(self._launch), weakly(self._verify), namespace)
+        self._at_rest = AtRest(lab, self._sides, (self.table, self.knobs, self.launcher), self._failed)
         status = [self.header, self.progress, self.message, self.trouble]
         parts = self.table, self.knobs, self.figures, self.pictures.view, self.launcher.view
         self.view, self._hidden = page(status, *parts)
@@ -111,8 +104,7 @@ class Dashboard:
     def close(self) -> None:
         """Follow the Lab no longer and end the threads; the last state stays visible."""
         self._unsubscribe()
-        self._num_painted += 1  # nobody wants to know effects any more
-        for worker in (self._hands, self._weigher, self._painter):
+        for worker in (self._hands, self._at_rest, self._painter):
             worker.close()
         self._painter.wait_idle(_PAINTING_S)
         self.knobs.enable(False)
@@ -132,8 +124,8 @@ class Dashboard:
         return self._hands.wait_idle(timeout_s) and self._painter.wait_idle(timeout_s)
 
     def settle_effects(self, timeout_s: float) -> bool:
-        """Wait until the effects of knobs are shown as well."""
-        return self.settle(timeout_s) and self._weigher.wait_idle(timeout_s)
+        """Wait until the effects of knobs and baselines are shown as well."""
+        return self.settle(timeout_s) and self._at_rest.wait_idle(timeout_s)
 
     # -- what the user asks for -----------------------------------------------------------------------------------
 
@@ -152,21 +144,30 @@ class Dashboard:
 
         self._submit("measure", measure)
 
-    def _choose_rank(self, rank: int) -> None:
-        self._submit("choose", lambda: self._choose(rank))
-
-    def _choose(self, plan: Plan | int) -> None:
-        """Take a plan as it is: the reference from now on."""
-        self._requests.forget()
-        self.lab.choose(plan)
-
-    def _turn(self, knobs: Knobs) -> None:
+    def _submit_choice(self, work: Callable[[int], object]) -> None:
+        """``work`` gets the number of the request."""
         number = self._requests.next_number()
 
         def choose() -> None:
-            self._vary(lambda: self._turned(knobs), number)
+            try:
+                work(number)
+            finally:
+                self._requests.answered(number)
+                self._painter.submit("controls", self._paint_controls)
 
         self._submit("choose", choose)
+
+    def _choose(self, plan: Plan | int) -> None:
+        """Take a plan as it is: the reference from now on."""
+
+        def choose(_: int) -> None:
+            self._requests.forget()
+            self.lab.choose(plan)
+
+        self._submit_choice(choose)
+
+    def _turn(self, knobs: Knobs) -> None:
+        self._submit_choice(lambda number: self._vary(lambda: self._turned(knobs), number))
 
     def _turned(self, knobs: Knobs) -> Plan:
         profile, base = self.lab.profile, self._base
@@ -175,14 +176,12 @@ class Dashboard:
         return knobs.apply(base, profile)
 
     def _take(self, plan: Plan) -> None:
-        number = self._requests.next_number()
-
-        def choose() -> None:
+        def choose(number: int) -> None:
             before, self._base = self._base, plan
             if not self._vary(lambda: plan, number) and self._base is plan:
                 self._base = before
 
-        self._submit("choose", choose)
+        self._submit_choice(choose)
 
     def _undo(self) -> None:
         if self.knobs.refused:
@@ -193,7 +192,7 @@ class Dashboard:
         if past is None:
             return
         if past.chosen:
-            self._submit("choose", lambda: self._choose(past.plan))
+            self._choose(past.plan)
         else:
             self._take(past.plan)
 
@@ -287,22 +286,11 @@ class Dashboard:
             self.progress.layout.display = "none"
             self.message.value = self.trouble.value = ""
             frame = result.to_frame()
-            self._rank_beside_baselines(result, profile, candidate_lines(frame, result.candidates))
+            self._at_rest.rank(candidate_lines(frame, result.candidates), profile)
             self._offer()
             self.pictures.show_candidates(frame)
             self.layers.show(profile)
             self.pictures.outdate("Layers")
-
-    def _rank_beside_baselines(self, result: SearchResult, profile: Profile, ranking: list[Line]) -> None:
-        """Show the ranking now, and with baselines once nobody turns any more."""
-        self.table.show(ranking)
-
-        def add() -> None:
-            found = self._sides.baseline_lines(profile)
-            if self.lab.result is result:
-                self.table.show(ranking, found)
-
-        self._weigher.submit("baselines", add)
 
     def _paint_plan(self) -> None:
         preview, profile = self.lab.chosen, self.lab.profile
@@ -313,9 +301,8 @@ class Dashboard:
         if number is None:
             self._refer_to(plan)
         self._history.arrived(preview.plan, chosen=number is None)
-        self._num_painted += 1
-        if number is None or self._requests.is_newest(number):  # else the user has turned on: more is on its way
-            self.knobs.show(preview.plan, profile)
+        # Where the user has turned on, what they turned stays visible: more is on its way.
+        self.knobs.show(preview.plan, profile, lambda: number is None or self._requests.is_newest(number))
         self.figures.value = tiles_html(tiles(plan, self._reference or plan), self._caption(), preview.problem)
         self.pictures.show_plan(preview.trace)
         self.knobs.enable(True)
@@ -325,7 +312,14 @@ class Dashboard:
         self._allow_launch()
         self.pictures.outdate("Compare")
         self.machine.plan_changed()
-        self._weigh(plan, self._num_painted)
+        if self._reference is not None and self._base is not None:
+            self._at_rest.show_plan(plan, self._reference.preview.plan, self._base, profile)
+
+    def _paint_controls(self) -> None:
+        """Once all is answered: where plans were chosen elsewhere meanwhile, controls show the one that was last."""
+        preview, profile = self.lab.chosen, self.lab.profile
+        if preview is not None and profile is not None and self.knobs.plan != preview.plan:
+            self.knobs.show(preview.plan, profile, lambda: not self._requests.is_waiting)
 
     def _refer_to(self, plan: Weighed) -> None:
         self._reference = plan
@@ -345,31 +339,6 @@ class Dashboard:
             "temporaries, the most that any timing of this plan can reach; the picture below shows that of this "
             "prediction. Swapped: both directions, all devices."
         )
-
-    def _weigh(self, plan: Weighed, number: int) -> None:
-        """Find what a run takes and the effect of every knob, once nobody turns any more."""
-        reference, base, profile = self._reference, self._base, self.lab.profile
-        if reference is None or base is None or profile is None:
-            return
-
-        def weigh() -> None:
-            lab, trace = self.lab, plan.preview.trace
-            if lab.optimizer is not None:
-                expected = forecast_on(lab.machine, trace, lab.layers, lab.optimizer, profile)
-                self.launcher.expect(trace.makespan_s, expected)
-            found = effects(
-                plan,
-                reference.preview.plan,
-                base,
-                profile,
-                lab.preview,
-                lambda: number == self._num_painted,
-                lab.has_profile,
-            )
-            for effect in found:
-                self.knobs.show_effect(effect)
-
-        self._weigher.submit("effects", weigh)
 
     def _allow_launch(self) -> None:
         preview, run = self.lab.chosen, self.lab.run

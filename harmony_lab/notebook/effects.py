@@ -7,7 +7,7 @@ from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.figures.comparison import change
 from harmony_lab.figures.theme import label
-from harmony_lab.notebook.knobs import Knobs, devices_text, microbatch_choices
+from harmony_lab.notebook.knobs import Knobs, Updates, devices_text, microbatch_choices
 from harmony_lab.notebook.text import Weighed, weighed
 from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.compose import updatable
@@ -70,6 +70,8 @@ def _beside(name: str, knobs: Knobs, plan: Plan, profile: Profile) -> Any:
     match name:
         case "mode":
             return Mode.PP if value is Mode.DP else Mode.DP
+        case "updates":
+            return Updates.END if value is Updates.EACH else Updates.EACH
         case "devices":
             return value[::-1] if len(value) > 1 else None
         case "minibatch_size":
@@ -109,6 +111,8 @@ def _setting(name: str, value: object) -> str:
         return "it on" if value else "it off"
     if isinstance(value, Mode):
         return label(value)
+    if isinstance(value, Updates):
+        return f"updates {value}"
     return devices_text(value) if isinstance(value, tuple) else str(value)
 
 

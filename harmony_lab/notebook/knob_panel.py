@@ -12,6 +12,7 @@ from harmony_lab.figures.theme import label
 from harmony_lab.notebook.effects import Effect
 from harmony_lab.notebook.knobs import (
     Knobs,
+    Updates,
     cuts_text,
     devices_text,
     microbatch_choices,
@@ -38,7 +39,7 @@ _MEANINGS = {
     "devices": "which device gets the first pack, the second, and so on",
     "prefetch": "packs whose weights are fetched while another computes: hides transfers, takes memory",
     "peer_transfers": "values that the next device needs go there, not by way of the host",
-    "just_in_time_update": "off: all updates at the end of the step, as clipping by the global norm needs",
+    "updates": "when the optimizer updates a pack; clipping by the global norm needs all gradients first",
     "precision": "what layers compute in",
     "mirrored": "in a pipeline: packs go back over the devices in the reverse order",
     "num_stashed": "inputs of backward packs that wait on the device instead of on the host",
@@ -63,12 +64,14 @@ class KnobPanel:
     """Controls that show a plan; ``view`` for the side, ``strip_view`` for below the candidates.
 
     A value that ``show`` sets is not the user's, nor one that a control takes by itself meanwhile, as where its choices
-    or its range change: those arrive on the thread that shows.  What was refused stays visible, with the reason, until
-    the next turn is taken or ``restore`` is called.
+    or its range change: those arrive on the thread that shows.  The user's may arrive on any; they wait while a plan is
+    shown, and none is lost.  What was refused stays visible, with the reason, until the next turn is taken or
+    ``restore`` is called.
     """
 
     def __init__(self, calls: KnobCalls) -> None:
         self._calls = calls
+        self._lock = threading.RLock()
         self._shown: Knobs | None = None
         self._plan: Plan | None = None
         self._texts: dict[str, str] = {}  # what text fields were set to
@@ -80,7 +83,7 @@ class KnobPanel:
         self.effects = {name: ipywidgets.HTML() for name in self.controls}
         for name, control in self.controls.items():
             control.tooltip = _MEANINGS[name]
-            control.observe(lambda change, name=name: self._turned(name, change["new"]), "value")
+            control.observe(lambda change, name=name: self._changed(name, change["new"]), "value")
         self.text = ipywidgets.Textarea(
             description="plan", rows=5, continuous_update=False, style={"description_width": "40px"}, layout=_FULL
         )
@@ -104,15 +107,18 @@ class KnobPanel:
         self.strip_view = ipywidgets.VBox([self.strip, cuts, self.text, self.file.view])
         self.enable(False)
 
-    def show(self, plan: Plan, profile: Profile) -> None:
-        """Set every control to that plan; calls nobody back."""
-        self._profile, self._plan, self.refused = profile, plan, False
-        self._shown = Knobs.of(plan)
-        self._shower = threading.get_ident()
-        try:
-            self._set(self._shown, plan, profile)
-        finally:
-            self._shower = None
+    def show(self, plan: Plan, profile: Profile, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Set every control to that plan, unless it is no longer ``wanted``; calls nobody back."""
+        with self._lock:
+            if not wanted():
+                return
+            self._profile, self._plan, self.refused = profile, plan, False
+            self._shown = Knobs.of(plan)
+            self._shower = threading.get_ident()
+            try:
+                self._set(self._shown, plan, profile)
+            finally:
+                self._shower = None
 
     def _set(self, knobs: Knobs, plan: Plan, profile: Profile) -> None:
         for name in ("forward_microbatch_size", "backward_microbatch_size"):
@@ -142,6 +148,11 @@ class KnobPanel:
         self.strip.show(plan, profile)
         self.message.value = ""
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan at hand."""
+        return self._plan
+
     def show_effect(self, effect: Effect) -> None:
         self.effects[effect.knob].value = effect_html(effect.text)
 
@@ -152,12 +163,13 @@ class KnobPanel:
         """Say why what was turned or typed is no plan; whatever is turned next starts from the plan at hand, by default
         the one shown last.
         """
-        self.complain(message)
-        self._plan = at_hand or self._plan
-        if self._plan is not None:
-            self._shown = Knobs.of(self._plan)
-        self.refused = True
-        self.undo.disabled = False
+        with self._lock:
+            self.complain(message)
+            self._plan = at_hand or self._plan
+            if self._plan is not None:
+                self._shown = Knobs.of(self._plan)
+            self.refused = True
+            self.undo.disabled = False
 
     def restore(self) -> None:
         """Show the plan at hand instead of what was refused."""
@@ -174,8 +186,13 @@ class KnobPanel:
 
     # -- what the user does ---------------------------------------------------------------------------------------
 
+    def _changed(self, name: str, value: Any) -> None:
+        if threading.get_ident() != self._shower:
+            with self._lock:
+                self._turned(name, value)
+
     def _turned(self, name: str, value: Any) -> None:
-        if self._shown is None or threading.get_ident() == self._shower:
+        if self._shown is None:
             return
         if name == "devices":
             try:
@@ -229,7 +246,16 @@ def _controls() -> dict[str, Any]:
         "devices": ipywidgets.Text(description="order of devices", continuous_update=False, style=_WIDE, layout=_FULL),
         "prefetch": _count("packs fetched ahead", 0, 2),
         "peer_transfers": _switch("transfers between devices directly"),
-        "just_in_time_update": _switch("update each pack right after its backward"),
+        "updates": ipywidgets.ToggleButtons(
+            options=[(f"update {Updates.EACH}", Updates.EACH), *((str(when), when) for when in list(Updates)[1:])],
+            tooltips=[
+                "each pack right after its backward, while others still compute",
+                "all packs at the end of the step",
+                "on the host, beside the next step's forward",
+            ],
+            description="updates",
+            style={"button_width": "auto", **_WIDE},
+        ),
         "precision": ipywidgets.ToggleButtons(
             options=[(str(precision), precision) for precision in Precision],
             tooltips=[

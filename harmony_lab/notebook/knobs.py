@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from harmony_lab.costs import Profile
@@ -10,9 +11,21 @@ from harmony_lab.plan import Mode, Plan
 from harmony_lab.precision import Precision
 from harmony_lab.preview import repacked
 
-__all__ = ["Knobs", "cuts_text", "devices_text", "microbatch_choices", "parse_cuts", "parse_devices"]
+__all__ = ["Knobs", "Updates", "cuts_text", "devices_text", "microbatch_choices", "parse_cuts", "parse_devices"]
 
 _MOST_CHOICES = 24
+
+
+class Updates(StrEnum):
+    """When packs are updated; the last two suit clipping by the global norm."""
+
+    EACH = "at once"
+    END = "at the end"
+    NEXT = "in the next step"
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Updates":
+        return cls.EACH if plan.just_in_time_update else cls.NEXT if plan.overlapped_update else cls.END
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +41,7 @@ class Knobs:
     devices: tuple[int, ...]
     prefetch: int
     peer_transfers: bool
-    just_in_time_update: bool
+    updates: Updates
     precision: Precision
     mirrored: bool
     num_stashed: int
@@ -48,7 +61,7 @@ class Knobs:
             devices=plan.devices,
             prefetch=plan.prefetch,
             peer_transfers=plan.peer_transfers,
-            just_in_time_update=plan.just_in_time_update,
+            updates=Updates.of(plan),
             precision=plan.precision,
             mirrored=plan.mirrored,
             num_stashed=len(plan.device_stash),
@@ -77,6 +90,11 @@ class Knobs:
         before, others = Knobs.of(base), asdict(self)
         counts = {name: others.pop(name) for name in list(others) if name.startswith("num_")}
         turned = {name: count for name, count in counts.items() if count != getattr(before, name)}
+        updates = others.pop("updates")
+        others |= {
+            "just_in_time_update": updates is Updates.EACH,
+            "overlapped_update": updates is Updates.NEXT,
+        }
         return repacked(base, profile, **turned, **others)
 
 

@@ -15,10 +15,8 @@ from harmony_lab.notebook.weak import weakly
 from harmony_lab.run import Run
 from harmony_lab.units import format_bytes, format_seconds
 
-__all__ = ["GIVEN", "LaunchPanel", "data_names", "first_batches", "user_namespace"]
+__all__ = ["LaunchPanel", "data_names", "first_batches", "user_namespace"]
 
-GIVEN = "(given)"
-"""Stands for the data that was passed to the dashboard instead of a name."""
 _LAUNCH = "train with the plan shown above"
 _USUAL_NAMES = ("loader", "train_loader", "dataloader", "data", "batches", "train_data")
 
@@ -60,12 +58,10 @@ class LaunchPanel:
         on_launch: Callable[[Any, int], None],
         on_verify: Callable[[Any], None],
         namespace: Callable[[], Mapping[str, Any]],
-        data: Any = None,
     ) -> None:
         self._on_launch = on_launch
         self._on_verify = on_verify
         self._namespace = namespace
-        self._data = data
         self._panel: RunPanel | None = None
         self._expected: tuple[float, Forecast] | None = None
         self.source = ipywidgets.Combobox(
@@ -105,7 +101,7 @@ class LaunchPanel:
 
     def offer(self) -> None:
         """Look again which names there are to train on."""
-        names = ([GIVEN] if self._data is not None else []) + data_names(self._namespace())
+        names = data_names(self._namespace())
         self.source.options = names
         if not self.source.value and names:
             self.source.value = names[0]
@@ -176,8 +172,6 @@ class LaunchPanel:
 
     def _chosen_data(self) -> Any:
         name = self.source.value.strip()
-        if name == GIVEN and self._data is not None:
-            return self._data
         namespace = self._namespace()
         if name in namespace:
             return namespace[name]

@@ -9,8 +9,9 @@ import ipywidgets
 from harmony_lab.figures.candidates import candidates_spec
 from harmony_lab.figures.link_load import link_load_spec
 from harmony_lab.figures.memory import memory_spec
-from harmony_lab.figures.swaps import candidate_swap_spec, link_utilisation, swap_spec
+from harmony_lab.figures.swaps import candidate_swap_spec, swap_spec
 from harmony_lab.figures.timeline import TIMELINE_LEFT, compare_spec, timeline_spec
+from harmony_lab.figures.utilisation import utilisation_spec
 from harmony_lab.notebook.plot import Plot
 from harmony_lab.notebook.text import note_html
 from harmony_lab.notebook.weak import weakly
@@ -119,7 +120,7 @@ class Pictures:
     def _draw_links(self) -> None:
         if self._trace is not None:
             self.links.show(link_load_spec(self._trace))
-            self.utilisation.show(link_utilisation(self._trace).to_plotly_json())
+            self.utilisation.show(utilisation_spec(self._trace))
 
     def _draw_swaps(self) -> None:
         if self._trace is not None:

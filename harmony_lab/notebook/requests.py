@@ -13,13 +13,13 @@ _MOST_REMEMBERED = 100
 class Requests:
     """Plans that this view asked the Lab to choose and that may still arrive, oldest first.
 
-    They tell a variation of the reference from a plan that was chosen elsewhere, and the newest from one that the user
-    has moved on from.  A number is given when the user turns, the plan follows on another thread.
+    They tell a variation of the reference from a plan that was chosen elsewhere.  A number is given when the user turns
+    or chooses, the plan follows on another thread; what was asked for meanwhile takes the place of what still waits.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._newest = 0
+        self._newest = self._answered = 0
         self._plans: list[tuple[Plan, int]] = []
 
     def next_number(self) -> int:
@@ -29,6 +29,17 @@ class Requests:
 
     def is_newest(self, number: int) -> bool:
         return number == self._newest
+
+    def answered(self, number: int) -> None:
+        """The Lab has told of the plan, or refused it."""
+        with self._lock:
+            self._answered = max(self._answered, number)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the user has moved on, and the answer is still to come."""
+        with self._lock:
+            return self._newest > self._answered
 
     def asked(self, plan: Plan, number: int) -> None:
         with self._lock:

@@ -64,17 +64,17 @@ class Sides:
             self._contenders = {**kept, minibatch_size: found}
         return found
 
-    def baseline_lines(self, profile: Profile) -> list[Line]:
-        """Every baseline as a row of the table of candidates; it takes seconds until they are known."""
+    @property
+    def baselines(self) -> Sequence[str]:
+        return Contenders.names
+
+    def baseline_line(self, name: str, profile: Profile) -> Line:
+        """A baseline as a row of the table of candidates; it may take seconds."""
         result, known = self._lab.result, self._baselines(self._lab.minibatch_size)
-        bound_s = 0.0 if result is None else result.lower_bound_s
-        lines = []
-        for name in known.names:
-            try:
-                lines.append(baseline_line(known.side(name, profile), bound_s))
-            except HarmonyError as error:
-                lines.append(impossible_line(name, str(error)))
-        return lines
+        try:
+            return baseline_line(known.side(name, profile), 0.0 if result is None else result.lower_bound_s)
+        except HarmonyError as error:
+            return impossible_line(name, str(error))
 
     def options(self) -> list[Option]:
         """What there is, as (words, key)."""

@@ -251,9 +251,12 @@ def _take_away(formatter: Any, module: str, name: str) -> None:
 
 def _trace_html(trace: Any) -> str:
     from harmony_lab.figures.svg import memory_svg, timeline_svg
+    from harmony_lab.notebook.images import as_images
 
-    return f"<p>{escape(str(trace))}</p>{timeline_svg(trace)}{memory_svg(trace)}"
+    return f"<p>{escape(str(trace))}</p>{as_images(timeline_svg(trace) + memory_svg(trace))}"
 
 
 def _static(value: Any) -> Bundle:
-    return {"text/html": value._repr_html_(), "text/plain": repr(value)}
+    from harmony_lab.notebook.images import as_images  # pictures load with the first that is shown
+
+    return {"text/html": as_images(value._repr_html_()), "text/plain": repr(value)}

@@ -37,7 +37,8 @@ def varied(
 ) -> Machine:
     """``machine`` with fewer or more devices, each with so much memory, and host links of that rate.
 
-    Devices that are added are like the first and hang from where it does; emulated ones share the host's cores.
+    Devices that are added are like the first and hang from where it does, without bridges; emulated ones share the
+    host's cores.
     """
     count = machine.num_devices if num_devices is None else num_devices
     if count < 1:

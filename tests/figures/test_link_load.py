@@ -1,5 +1,7 @@
 """Link load: bytes over time add up to what was moved, and show where they were moved."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from figures.pipelines import long_trace, pipeline_trace, trace_of
@@ -7,7 +9,7 @@ from figures.pipelines import long_trace, pipeline_trace, trace_of
 from harmony_lab.figures.link_load import hop_name, link_load, link_load_spec
 from harmony_lab.figures.spec import spec_json
 from harmony_lab.figures.svg import links_svg
-from harmony_lab.machine import Direction, Hop
+from harmony_lab.machine import HOST_MEMORY, Direction, Hop, Machine
 from harmony_lab.program import Program
 
 
@@ -20,6 +22,21 @@ def test_bytes_over_time_add_up_to_the_bytes_of_the_trace() -> None:
         assert set(load.hops) == set(expected)
         for hop, row in zip(load.hops, load.num_bytes, strict=True):
             assert row.sum() == pytest.approx(expected[hop], rel=1e-6)
+
+
+@pytest.mark.parametrize("bridge", [None, 1e9])
+def test_the_hosts_memory_and_bridges_have_rows_of_their_own(bridge: float | None) -> None:
+    given = pipeline_trace()
+    machine = Machine.emulated(2, peer_transfers=False, bridge=bridge, host_memory_rate="3GB/s")
+    trace = replace(given, machine=machine)
+    load = link_load(trace)
+    memory = load.num_bytes[load.hops.index(HOST_MEMORY)].sum()
+    # What goes through the host is written there and read again.
+    assert memory == pytest.approx(given.swap_bytes + (0 if bridge else 2 * given.peer_bytes), rel=1e-6)
+    assert memory == sum(n for (hop, _), n in trace.link_bytes.items() if hop == HOST_MEMORY)
+    names = {hop_name(hop) for hop in load.hops}
+    assert names >= {"host memory ↕"} | ({"emu0-emu1 ↓", "emu0-emu1 ↑"} if bridge else set())
+    assert "host memory ↕" in links_svg(trace)
 
 
 def test_a_transfer_shows_in_the_time_it_took() -> None:

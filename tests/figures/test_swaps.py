@@ -8,8 +8,9 @@ import toy_profiles
 from figures.pipelines import MIB, long_trace, pipeline_trace
 
 from harmony_lab.figures.spec import spec_json
-from harmony_lab.figures.swaps import candidate_heatmap, link_utilisation, swap_heatmap, swap_spec
+from harmony_lab.figures.swaps import candidate_heatmap, swap_heatmap, swap_spec
 from harmony_lab.figures.theme import TENSOR_COLOURS, label
+from harmony_lab.figures.utilisation import link_utilisation
 from harmony_lab.figures.volumes import Way, volumes_of_packs
 from harmony_lab.machine import HOST
 from harmony_lab.planner.lower import lower

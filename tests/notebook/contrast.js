@@ -24,7 +24,7 @@
   const pale = [];
   for (const element of root.querySelectorAll("*")) {
     const text = written(element).trim();
-    if (!text || element.closest(MARKED) || !element.checkVisibility()) continue;
+    if (!text || element.closest(MARKED) || !element.checkVisibility({ visibilityProperty: true })) continue;
     const style = getComputedStyle(element);
     const ink = channels(element instanceof SVGElement ? style.fill : style.color);
     ink[3] *= chain(element).reduce((product, each) => product * Number(getComputedStyle(each).opacity), 1);

@@ -227,7 +227,7 @@ def test_verify_first_shows_the_certificate_and_trains_nothing(dashboard):
 
 def test_data_that_runs_out_is_not_used_up_by_verifying(lab, batches):
     lab.prepare()
-    dashboard = Dashboard(lab, data=iter(batches), namespace=dict)
+    dashboard = Dashboard(lab, namespace=lambda: {"data": iter(batches)})
     dashboard.launcher.verify.click()
     assert dashboard.settle(PATIENCE_S)
     assert "once only" in dashboard.launcher.message.value

@@ -1,13 +1,17 @@
 """Knobs of the dashboard: packs cut by hand, undo, files, and what each knob is said to do."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 import harmony_lab as hl
 from harmony_lab.figures.comparison import change
+from harmony_lab.figures.timeline import timeline_spec
 from harmony_lab.notebook.dashboard import Dashboard
+from harmony_lab.notebook.knobs import Knobs, Updates, devices_text
+from harmony_lab.notebook.plot import Plot
 
 PATIENCE_S = 60
 
@@ -199,3 +203,73 @@ def test_the_forecast_follows_the_steps(dashboard):
     dashboard.launcher.steps.value = 7
     assert "7 steps take" in dashboard.launcher.expected.value
     assert "100 KiB" in dashboard.launcher.expected.value  # of each device
+
+
+def at_once(tasks: Sequence[Callable[[], Any]]) -> None:
+    """Each on a thread of its own, as a kernel may run callbacks."""
+    start, errors = threading.Barrier(len(tasks)), []
+
+    def run(task: Callable[[], Any]) -> None:
+        start.wait(PATIENCE_S)
+        try:
+            task()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert errors == []
+
+
+def shown_knobs(dashboard: Dashboard) -> dict[str, Any]:
+    return {name: control.value for name, control in dashboard.knobs.controls.items()}
+
+
+def knobs_of(plan: hl.Plan) -> dict[str, Any]:
+    knobs = {name: getattr(Knobs.of(plan), name) for name in Knobs.__dataclass_fields__}
+    return knobs | {"devices": devices_text(plan.devices)}
+
+
+def test_knobs_turned_on_several_threads_at_once_are_all_taken(dashboard):
+    controls = dashboard.knobs.controls
+    wanted = {
+        "prefetch": 0 if controls["prefetch"].value else 2,
+        "peer_transfers": not controls["peer_transfers"].value,
+        "updates": Updates.EACH if controls["updates"].value is Updates.END else Updates.END,
+        "backward_microbatch_size": 1,
+        "devices": "1, 0",
+    }
+    at_once([lambda name=name, value=value: setattr(controls[name], "value", value) for name, value in wanted.items()])
+    plan = settled(dashboard)
+    assert {name: knobs_of(plan)[name] for name in wanted} == wanted | {"devices": devices_text((1, 0))}
+
+
+def test_turns_clicks_and_choices_on_several_threads_end_in_one_plan_everywhere(dashboard):
+    controls, knobs = dashboard.knobs.controls, dashboard.knobs
+
+    def often(*values: Callable[[], Any]) -> Callable[[], None]:
+        return lambda: [value() for _ in range(3) for value in values]
+
+    def turn(name: str, value: Any) -> Callable[[], None]:
+        return lambda: setattr(controls[name], "value", value)
+
+    at_once(
+        [
+            often(turn("prefetch", 0), turn("prefetch", 2)),
+            often(turn("num_backward_packs", 2), turn("num_backward_packs", 4)),
+            often(turn("peer_transfers", False), knobs.undo.click),
+            often(lambda: setattr(dashboard.pictures.view, "selected_index", 1), knobs.reset.click),
+            often(lambda: setattr(dashboard.table, "selected", 1), lambda: setattr(dashboard.table, "selected", 0)),
+            often(lambda: dashboard.lab.choose(2)),
+        ]
+    )
+    plan = settled(dashboard)
+    assert shown_knobs(dashboard) == knobs_of(plan)
+    assert knobs.text.value == str(plan)
+    assert (dashboard.trouble.value, knobs.message.value) == ("", "")
+    dashboard.pictures.view.selected_index = 0
+    settled(dashboard)
+    assert dashboard.pictures.timeline.figure == Plot(timeline_spec(dashboard.lab.predicted)).figure

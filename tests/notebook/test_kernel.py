@@ -1,11 +1,18 @@
-"""In a real kernel: a cell that runs again frees what it made before, and a saved notebook holds the last state."""
+"""In a real kernel: a page turns knobs and launches by messages, a cell that runs again frees what it made before, and
+a saved notebook holds the last state."""
 
+import base64
 import os
+import re
 import textwrap
+import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import bleach
 import nbclient
 import nbconvert
 import nbformat
@@ -38,19 +45,20 @@ lab
 """
 
 
-@pytest.fixture
-def execute(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Run a cell in a fresh kernel, by an id if one is given; returns what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path)}
-    manager, client = start_new_kernel(env=environment)
+class Kernel:
+    """A kernel, and what a page knows of it: the widgets' states by the id of their comm, as messages bring them."""
 
-    def run(code: str, cell: str | None = None) -> str:
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.states: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, code: str, cell: str | None = None) -> str:
+        """Run a cell, by an id if one is given; returns what it printed."""
         printed: list[str] = []
-        message = client.session.msg("execute_request", _request(code), metadata={"cellId": cell} if cell else {})
-        client.shell_channel.send(message)
+        asked = self._send("execute_request", _request(code), metadata={"cellId": cell} if cell else {})
         while True:
-            reply = client.get_iopub_msg(timeout=PATIENCE_S)
-            if reply["parent_header"].get("msg_id") != message["header"]["msg_id"]:
+            reply = self._hear()
+            if reply["parent_header"].get("msg_id") != asked:
                 continue
             content = reply["content"]
             assert reply["msg_type"] != "error", "\n".join(content.get("traceback", []))
@@ -58,14 +66,66 @@ def execute(tmp_path: Path) -> Iterator[Callable[..., str]]:
             if reply["msg_type"] == "status" and content["execution_state"] == "idle":
                 return "".join(printed).strip()
 
+    def widget(self, description: str) -> str:
+        """The newest control of that description."""
+        return next(name for name, state in reversed(self.states.items()) if state.get("description") == description)
+
+    def turn(self, description: str, value: Any) -> None:
+        self._tell(self.widget(description), {"method": "update", "state": {"value": value}, "buffer_paths": []})
+
+    def click(self, description: str) -> None:
+        self._tell(self.widget(description), {"method": "custom", "content": {"event": "click"}})
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Listen until it holds of what was told."""
+        until = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < until, "the page was never told"
+            self._hear()
+
+    def tells(self, words: str) -> None:
+        """Listen until a text on the page has those words."""
+        self.until(lambda: any(words in str(state.get("value")) for state in self.states.values()))
+
+    @property
+    def figures(self) -> list[str]:
+        """What is drawn, as JSON."""
+        packed = [state["packed"] for state in self.states.values() if state.get("packed")]
+        return [zlib.decompress(figure).decode() for figure in packed]
+
+    def _send(self, kind: str, content: dict[str, Any], **parts: Any) -> str:
+        message = self._client.session.msg(kind, content, **parts)
+        self._client.shell_channel.send(message)
+        return str(message["header"]["msg_id"])
+
+    def _tell(self, widget: str, data: dict[str, Any]) -> None:
+        self._send("comm_msg", {"comm_id": widget, "data": data})
+
+    def _hear(self) -> dict[str, Any]:
+        message: dict[str, Any] = self._client.get_iopub_msg(timeout=PATIENCE_S)
+        content = message["content"]
+        if message["msg_type"] in ("comm_open", "comm_msg") and "state" in content["data"]:
+            state = self.states.setdefault(content["comm_id"], {})
+            state |= content["data"]["state"]
+            paths = content["data"].get("buffer_paths", [])
+            state |= {path[0]: bytes(buffer) for path, buffer in zip(paths, message["buffers"], strict=True)}
+        return message
+
+
+@pytest.fixture
+def execute(tmp_path: Path) -> Iterator[Kernel]:
+    """A fresh kernel."""
+    environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])
+    manager, client = start_new_kernel(env=environment)
     try:
-        yield run
+        yield Kernel(client)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
 
 
-def soon(execute: Callable[..., str], expression: str, value: Any) -> bool:
+def soon(execute: Kernel, expression: str, value: Any) -> bool:
     """Whether the expression has that value as soon as threads that were told to end have ended."""
     waits = f"""
     import time
@@ -122,6 +182,29 @@ def test_replacing_a_lab_stops_its_run(execute) -> None:
     assert soon(execute, "(old() is None, len(models))", (True, 1))
 
 
+def test_a_pages_messages_turn_knobs_launch_pause_and_stop(execute: Kernel) -> None:
+    execute(SETUP)
+    execute("lab = new_lab(); lab.prepare(); lab")
+    execute.until(lambda: not execute.states[execute.widget("packs fetched ahead")].get("disabled"))
+    execute.until(lambda: any("iteration" in figure for figure in execute.figures))
+    before, other = execute.figures, 0 if int(execute("print(lab.plan.prefetch)")) else 1
+    execute.turn("packs fetched ahead", other)
+    execute.until(lambda: f"prefetch={other}" in execute.states[execute.widget("plan")]["value"])
+    execute.until(lambda: execute.figures != before)
+    assert execute.states[execute.widget("plan")]["value"] == execute("print(lab.plan)")
+    execute.turn("steps", 10**8)
+    execute.click("Launch")
+    execute.tells("<b>training</b>")
+    execute.click("Pause")
+    execute.tells("<b>paused</b>")
+    assert execute("print(lab.run.status)") == "paused"
+    execute.click("Resume")
+    execute.tells("<b>training</b>")
+    execute.click("Stop")
+    execute.tells("<b>stopped</b>")
+    assert execute("print(lab.run.status, lab.run.error)") == "stopped None"
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A notebook with a Lab and a run, executed and as it would be saved, widgets' state included."""
@@ -170,3 +253,17 @@ def test_exported_html_shows_the_last_state(saved, with_widgets: bool) -> None:
     page, _ = nbconvert.HTMLExporter().from_notebook_node(book)
     assert f"<pre>{printed(saved.cells[2])}</pre>" in page
     assert f"→ {printed(saved.cells[4])}" in page
+
+
+def test_where_html_is_cleaned_the_saved_form_still_shows_its_pictures_and_texts(saved) -> None:
+    tags = {"p", "b", "table", "thead", "tbody", "tr", "th", "td", "pre", "h4", "div", "img"}
+    form = saved.cells[1].outputs[1].data["text/html"]
+    cleaned = bleach.clean(form, tags=tags, attributes={"img": ["src", "alt"]}, protocols={"data"}, strip=True)
+    pictures = re.findall(r'<img src="data:image/svg\+xml;base64,(.*?)" alt="(.*?)">', cleaned)
+    assert len(pictures) == form.count("<img") >= 4
+    for data, alternative in pictures:
+        assert ElementTree.fromstring(base64.b64decode(data)).tag.endswith("svg")
+        assert alternative
+    text = re.sub("<[^>]*>", "", cleaned)
+    assert printed(saved.cells[2]) in text
+    assert "critical path" not in text  # a word of a picture, in which it stands alone

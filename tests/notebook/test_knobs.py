@@ -4,7 +4,7 @@ import pytest
 import toy_profiles
 
 from harmony_lab.errors import PlanError
-from harmony_lab.notebook.knobs import Knobs, cuts_text, microbatch_choices, parse_cuts
+from harmony_lab.notebook.knobs import Knobs, Updates, cuts_text, microbatch_choices, parse_cuts
 from harmony_lab.plan import Mode, Pack, Plan
 from harmony_lab.preview import recut
 
@@ -18,12 +18,21 @@ def test_unturned_knobs_give_the_same_plan():
 
 def test_switches_and_sizes_leave_the_packs_alone():
     knobs = Knobs.of(PLAN).turn(
-        mode=Mode.PP, prefetch=0, peer_transfers=False, just_in_time_update=False, forward_microbatch_size=8
+        mode=Mode.PP, prefetch=0, peer_transfers=False, updates=Updates.END, forward_microbatch_size=8
     )
     turned = knobs.apply(PLAN, PROFILE)
     assert turned == PLAN.with_(
         mode=Mode.PP, prefetch=0, peer_transfers=False, just_in_time_update=False, forward_microbatch_size=8
     )
+
+
+@pytest.mark.parametrize("before", Updates)
+@pytest.mark.parametrize("after", Updates)
+def test_updates_come_when_they_are_turned_to_from_any_other_time(before: Updates, after: Updates):
+    base = Knobs.of(PLAN).turn(updates=before).apply(PLAN, PROFILE)
+    turned = Knobs.of(base).turn(updates=after).apply(base, PROFILE)
+    assert Updates.of(turned) is after
+    assert f"update={dict(zip(Updates, ('jit', 'end', 'next'), strict=True))[after]}" in str(turned)
 
 
 def test_another_number_of_backward_packs_balances_both_directions():

@@ -229,7 +229,7 @@ def test_a_traced_cell_gives_the_last_step_it_measured(shell, lab, batches):
     assert trace.origin == "measured"
     shown = shell.display_formatter.format(trace)[0]
     assert shown["text/plain"] == repr(trace)
-    assert shown["text/html"].count("<svg") == 2
+    assert shown["text/html"].count("<img") == 2
 
 
 def test_a_traced_launch_is_waited_for(shell, lab, batches):

@@ -88,6 +88,7 @@ async function render({ model, el }) {
     const font = { ...layout.font, color: ofTheme("--jp-ui-font-color1", layout.font?.color) };
     plot.setAttribute("aria-label", (layout.title?.text || "figure").replace(/<[^>]*>/g, " "));
     await plotly.react(plot, data, { ...fitted(layout, width), font, width }, CONFIG);
+    plot.style.visibility = "";
     if (!model.get("picks")) return;
     plot.removeAllListeners("plotly_click"); // there is one more after each drawing otherwise
     plot.on("plotly_click", ({ points }) => {
@@ -102,7 +103,10 @@ async function render({ model, el }) {
 
   const size = new ResizeObserver(draw);
   size.observe(el);
-  const theme = new MutationObserver(draw);
+  const theme = new MutationObserver(() => {
+    if (el.clientWidth === 0) plot.style.visibility = "hidden"; // until it is drawn: text in the colour before is unreadable
+    draw();
+  });
   theme.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
   model.on("change:packed", draw);
   return () => {

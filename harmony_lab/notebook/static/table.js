@@ -75,8 +75,10 @@ function render({ model, el }) {
     }
     table.createTBody().append(...rows);
     const top = el.scrollTop;
+    const focused = el.contains(document.activeElement) && document.activeElement.closest("tbody tr")?.dataset.index;
     el.replaceChildren(table);
     el.scrollTop = top;
+    if (focused) table.querySelector(`tr[data-index="${focused}"] input`)?.focus();
     mark();
   };
 
