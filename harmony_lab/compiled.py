@@ -5,8 +5,11 @@ call and kept on disk, ``$XDG_CACHE_HOME/harmony_lab`` (``~/.cache/harmony_lab``
 package's source: so that it is made once per installation, and never runs with what a function it calls used to be.
 """
 
+import contextlib
 import hashlib
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +24,19 @@ try:
 except ImportError:  # planning works without it, about twenty times slower
     numba = None  # type: ignore[assignment] # mypy takes the import for granted
 
-__all__ = ["Bool", "Float", "Floats", "Int", "Ints", "compile_ahead", "compiled", "folder", "is_ready"]
+__all__ = [
+    "Bool",
+    "Float",
+    "Floats",
+    "Int",
+    "Ints",
+    "compile_elsewhere",
+    "compile_now",
+    "compiled",
+    "folder",
+    "is_ready",
+    "wait_for_compiling",
+]
 
 Int = Any  # int, np.int64 or what numba makes of it: what compiled functions pass to each other
 Bool = Any
@@ -34,6 +49,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _BUILTINS = {"max": max, "min": min}
 _COMPILED_IN = ("*.py", "planner/*.py", "simulator/*.py")
 _READY = "ready"  # a file that says that all machine code has been made
+_elsewhere: list[threading.Thread] = []  # that wait for the process, one at most
+_starting = threading.Lock()
 
 
 def compiled(function: F) -> F:
@@ -67,21 +84,48 @@ def folder() -> Path:
 
 def is_ready() -> bool:
     """Whether nothing needs to be compiled any more."""
-    return numba is None or (folder() / _READY).exists()
+    if numba is None:
+        return True
+    config: Any = numba.config
+    return bool(config.DISABLE_JIT) or (folder() / _READY).exists()
 
 
-def compile_ahead(use: Callable[[], object], *, wait: bool = False) -> None:
-    """Call ``use``, which makes all machine code, unless it has been made before; on a thread of its own or, with
-    ``wait``, here and now."""
-    if is_ready():
-        return
-
-    def make() -> None:
+def compile_now(use: Callable[[], object]) -> None:
+    """Call ``use``, which makes all machine code, unless it has been made before."""
+    if not is_ready():
         use()
         folder().mkdir(parents=True, exist_ok=True)
         (folder() / _READY).touch()
 
-    if wait:
-        make()
-    else:
-        threading.Thread(target=make, name="harmony-compile", daemon=True).start()
+
+def compile_elsewhere(module: str) -> None:
+    """Run that module, which calls ``compile_now``, in a process of its own, unless machine code has been made before.
+
+    Not on a thread: while torch.export traces a model it replaces builtins that numba's compiler needs.
+    """
+    with _starting:
+        if not _elsewhere and not is_ready():
+            thread = threading.Thread(target=_run, args=(module,), name="harmony-compile", daemon=True)
+            _elsewhere.append(thread)
+            thread.start()
+
+
+def wait_for_compiling() -> None:
+    """Until the process that ``compile_elsewhere`` has started, if it has, is done."""
+    for thread in _elsewhere:
+        thread.join()
+
+
+def _run(module: str) -> None:
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    quiet = subprocess.DEVNULL
+    with contextlib.suppress(OSError):  # what could not be made there is made where it is used
+        subprocess.run(
+            [sys.executable, "-m", module],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            start_new_session=True,
+            check=False,
+        )

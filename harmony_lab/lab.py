@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harmony_lab.compiled import is_ready, wait_for_compiling
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.forecast import Forecast
@@ -229,6 +230,10 @@ class Lab:
             self._must_be_open("search")
             wanted = [Precision.of(precision) for precision in precisions] or [self._precision]
             measured = [self._costs_in(precision, progress) for precision in dict.fromkeys(wanted)]
+            report = self._reporter("search", progress)
+            if not is_ready():
+                report(0, 1, "the planner is being compiled, once; about a minute")
+            wait_for_compiling()
             try:
                 result = search(
                     measured,
@@ -236,7 +241,7 @@ class Lab:
                     self.minibatch_size,
                     modes=tuple(Mode(mode) for mode in modes),
                     switches=Switches(deferred_updates=max_grad_norm is not None),
-                    progress=self._reporter("search", progress),
+                    progress=report,
                 )
             finally:
                 self._progress = None

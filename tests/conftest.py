@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 
 from harmony_lab.compiled import folder
+from harmony_lab.planner.warm import warm_up
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is no test
 hypothesis.settings.load_profile("untimed")
@@ -24,6 +25,11 @@ _LONG = (
 _num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _num_workers > 1:  # before torch is loaded: workers share the cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _num_workers)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # once, before workers start
+        warm_up(wait=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

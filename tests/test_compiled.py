@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harmony_lab import compiled as machine_code
+
 HERE = Path(__file__).parent
 SEEDS = tuple(range(12))
 
@@ -80,3 +82,23 @@ def test_the_tests_above_compare_different_things() -> None:
         assert all(hasattr(function, "py_func") for function in (lower_units, fill_rates, follow))
     is_plain = "from harmony_lab.sharing import fill_rates; print(int(not hasattr(fill_rates, 'py_func')))"
     assert printed(is_plain, NUMBA_DISABLE_JIT="1") == 1
+
+
+def test_machine_code_is_made_once_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    module = "import os\nwith open('made', 'a') as file:\n    file.write(f'{os.getpid()}\\n')\n"
+    (tmp_path / "makes_code.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(machine_code, "_elsewhere", [])
+    monkeypatch.setattr(machine_code, "folder", lambda: tmp_path / "code")
+    for _ in range(2):
+        machine_code.compile_elsewhere("makes_code")
+    machine_code.wait_for_compiling()
+    (made,) = (tmp_path / "made").read_text().split()
+    assert int(made) != os.getpid()
+    used: list[str] = []
+    for _ in range(2):
+        machine_code.compile_now(lambda: used.append("here"))
+    assert used == ["here"]
+    assert machine_code.is_ready()

@@ -1,6 +1,6 @@
 """warm: a search so small that it takes no time, which makes the planner's machine code."""
 
-from harmony_lab.compiled import compile_ahead
+from harmony_lab.compiled import compile_elsewhere, compile_now
 from harmony_lab.costs import Cost, LayerCost, Profile
 from harmony_lab.layers import TensorSpec
 from harmony_lab.machine import Backend, Device, Host, Link, Machine
@@ -12,9 +12,12 @@ __all__ = ["warm_up"]
 
 
 def warm_up(*, wait: bool = False) -> None:
-    """Make the planner's machine code, once per installation: in the background, so that nobody waits for it, or with
-    ``wait`` now."""
-    compile_ahead(_plan_something, wait=wait)
+    """Make the planner's machine code, once per installation: in a process of its own, so that nobody waits for it, or
+    with ``wait`` now."""
+    if wait:
+        compile_now(_plan_something)
+    else:
+        compile_elsewhere(__name__)
 
 
 def _plan_something() -> None:
@@ -63,3 +66,7 @@ def _machine() -> Machine:
     devices = tuple(Device(name=f"gpu{i}", memory_bytes=600, backend=Backend.CUDA, ordinal=i) for i in range(2))
     links = tuple(Link(child=device.name, parent="host", bytes_per_s=1e3) for device in devices)
     return Machine(name="warm", devices=devices, host=Host(memory_bytes=2**20, num_cores=2), links=links)
+
+
+if __name__ == "__main__":
+    warm_up(wait=True)
