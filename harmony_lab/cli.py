@@ -154,7 +154,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
     if machine.devices[0].model and machine.devices[0].model not in profile.device:
         console.print(f"Layers are taken to be as fast as they were on {profile.device}, where they were measured.")
     if not is_ready():
-        console.print("The planner is being compiled; once, about half a minute.")
+        console.print("The planner is being compiled; once, a minute or more.")
         warm_up(wait=True)
     with bar(console, "search") as move:
         modes = (options.mode,) if options.mode else tuple(Mode)

@@ -232,7 +232,7 @@ class Lab:
             measured = [self._costs_in(precision, progress) for precision in dict.fromkeys(wanted)]
             report = self._reporter("search", progress)
             if not is_ready():
-                report(0, 1, "the planner is being compiled, once; about a minute")
+                report(0, 1, "the planner is being compiled, once; a minute or more")
             wait_for_compiling()
             try:
                 result = search(

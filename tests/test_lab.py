@@ -526,3 +526,36 @@ def test_measuring_again_goes_past_the_cache(lab: Lab) -> None:
     lab.measure()
     assert lab.measure().cached
     assert not lab.measure(cache=False).cached
+
+
+def test_labs_are_made_on_several_threads_at_once() -> None:
+    """torch.export keeps what it does in globals."""
+    labs: list[Lab] = []
+    threads = [threading.Thread(target=lambda: labs.append(new_tangled_lab())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(labs) == len(threads)
+    for lab in labs:
+        lab.close()
+
+
+class Tangled(torch.nn.Module):
+    """Needs to be exported: no chain of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return ((x - y) ** 2).mean()
+
+
+def new_tangled_lab() -> Lab:
+    model = Tangled()
+    machine = Machine.emulated(1, memory="1MiB", link="1GB/s")
+    batch = (torch.randn(4, 16), torch.randn(4, 16))
+    return Lab(model, batch, torch.optim.SGD(model.parameters(), lr=0.1), minibatch_size=4, machine=machine)

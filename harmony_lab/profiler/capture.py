@@ -13,6 +13,7 @@ from torch.export import Dim, export
 from torch.export.graph_signature import InputKind
 
 from harmony_lab.errors import DecomposeError
+from harmony_lab.profiler.alone import alone
 from harmony_lab.profiler.batch import BatchStructure
 from harmony_lab.profiler.call_log import Record
 from harmony_lab.profiler.leftovers import take_out
@@ -133,8 +134,15 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 def capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., Any] | None) -> Captured:
     """Export the model's training computation, in its present train or eval mode, with a dynamic number of samples.
 
+    One thread at a time: torch keeps what it does while exporting in globals.
+
     Raises ``DecomposeError`` with the operation and the user's source line where the model cannot be exported.
     """
+    with alone:
+        return _capture(model, structure, loss_fn)
+
+
+def _capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[..., Any] | None) -> Captured:
     training = _Training(model, structure, loss_fn)
     samples = _example_samples(training, structure)
     # Each leaf its own tensor: a tensor given twice (labels=input_ids) would become one input of the graph.

@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import FlopCounterMode
 
 from harmony_lab.layers import LayerCall, LayerFunction, LayerSequence, StateSpec, TensorSpec
+from harmony_lab.profiler.alone import alone
 from harmony_lab.profiler.extract import GraphFunction
 
 __all__ = ["with_flops"]
@@ -38,7 +39,7 @@ def _flops(layers: LayerSequence, index: int) -> int | None:
     values = {spec.name: spec for spec in layers.boundaries[index]}
     call = LayerCall(samples=(0, _SAMPLES), sizes={**layers.example_sizes, "batch": _SAMPLES}, seed=0, device=_META)
     try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with alone, torch.no_grad(), FlopCounterMode(display=False) as counter:
             layer.function(
                 [_empty(layers.state[name]) for name in layer.parameters],
                 [_empty(layers.buffer_state[name]) for name in layer.buffers],

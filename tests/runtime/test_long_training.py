@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -27,14 +28,15 @@ def test_a_thousand_steps_leave_memory_and_threads_flat_and_equal_plain_pytorch(
         for step in range(1000):
             loss = runner.step(layers.example_batch)
             expected = plain.step(layers.example_batch)
-            if step in (199, 999):
+            if step in (199, 599, 999):
                 assert loss == pytest.approx(expected, rel=1e-3)
                 gc.collect()
                 counts.append((threading.active_count(), process.memory_info().rss))
                 objects.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
         assert runner.device_bytes == (0, 0)
-    (threads, resident), (threads_after, resident_after) = counts
-    assert threads_after == threads
-    assert objects[1] <= objects[0]
-    assert resident_after - resident < 8 * 2**20  # what allocators keep for later
+    threads, resident = zip(*counts, strict=True)
+    assert len(set(threads)) == 1
+    assert objects[-1] <= objects[0]
+    growth = [after - before for before, after in pairwise(resident)]
+    assert min(growth) < 4 * 2**20, growth  # a leak goes on; what allocators keep for later comes once
     plain.assert_equal(1e-3)
