@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Error as PlaywrightError
+from playwright.sync_api import expect
 
 CHROMIUM = Path("/usr/bin/chromium")
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,7 @@ FLAGS = (
     "--no-first-run",
 )
 PATIENCE_MS = 120_000  # the first search on a machine makes machine code
+LAYOUT_MS = 5_000  # until a page stands still
 TABS = ("Links", "Swaps", "Candidates", "Compare", "What if", "Layers")
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 CONTROLS = "button, select, textarea, input, [role=slider], [role=tab], [role=img]"
@@ -41,6 +43,12 @@ UNNAMED = """all => all
 UNREACHABLE = "all => all.filter(e => e.tabIndex < 0).map(e => e.outerHTML.slice(0, 200))"
 CUT_TITLES = """plot => [...plot.querySelectorAll(".gtitle, .annotation text")]
     .filter(e => e.getBoundingClientRect().right > plot.getBoundingClientRect().right + 1).map(e => e.textContent)"""
+PLAN = "pattern => new RegExp(pattern).test(document.querySelector('.harmony-lab textarea').value)"
+LAST_POINT = """plot => {
+    const trace = plot._fullData.find(each => each.customdata), { _offset: left } = plot._fullLayout.xaxis;
+    const box = plot.getBoundingClientRect(), { xaxis, yaxis } = plot._fullLayout, last = trace.x.length - 1;
+    return [box.left + xaxis.l2p(trace.x[last]) + left, box.top + yaxis.l2p(trace.y[last]) + yaxis._offset];
+}"""
 
 pytestmark = [
     pytest.mark.browser,
@@ -150,13 +158,33 @@ class Shown:
         return self.lab.locator("button", has_text=re.compile(rf"^\s*{name}\s*$"))  # icons count as part of a name
 
     def open_tab(self, name: str) -> None:
-        self.lab.get_by_role("tab", name=name, exact=True).click()
+        tab = self.lab.get_by_role("tab", name=name, exact=True)
+        self.insist(tab.click, "tab => tab.ariaSelected === 'true'", tab.element_handle())
+
+    def insist(self, act: Callable[[], object], condition: str, arg: Any) -> None:
+        """Act until the page's condition holds: JupyterLab lays cells out as they come into view, and what is done
+        meanwhile may arrive beside its target.
+        """
+        for _ in range(5):
+            act()
+            try:
+                self.page.wait_for_function(condition, arg=arg, timeout=LAYOUT_MS)
+                return
+            except PlaywrightError:
+                continue
+        raise AssertionError(f"done five times, without {condition}")
+
+    def comes_to(self, look: Callable[[], object], wanted: object) -> None:
+        """Wait until the page looks so."""
+        for _ in range(20):
+            if look() == wanted:
+                return
+            self.page.wait_for_timeout(LAYOUT_MS / 20)
+        assert look() == wanted
 
     def plan_becomes(self, pattern: str) -> None:
         """Wait for a plan whose text matches."""
-        self.page.wait_for_function(
-            "pattern => new RegExp(pattern).test(document.querySelector('.harmony-lab textarea').value)", arg=pattern
-        )
+        self.page.wait_for_function(PLAN, arg=pattern)
 
     def type_into(self, control: Any, text: str) -> None:
         control.fill(text)
@@ -198,6 +226,7 @@ def shown(server: str) -> Iterator[Shown]:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=list(FLAGS))
+        expect.set_options(timeout=PATIENCE_MS)
         page = browser.new_context(viewport={"width": 1200, "height": 2400}).new_page()
         made = Shown(page, server)
         made.open()
@@ -223,13 +252,13 @@ def num_backward_packs(plan: str) -> int:
 
 
 def test_the_dashboard_appears_with_the_best_plan(shown):
-    assert shown.lab.locator(".harmony-table input:checked").count() == 1
-    assert "What binds is" in shown.lab.locator(".harmony-header").inner_text()
-    assert shown.static.count() == 1
-    assert not shown.static.is_visible()  # beside live widgets
-    assert "critical path" in shown.lab.locator(".js-plotly-plot").first.inner_text()
-    assert shown.lab.locator(".modebar-btn").count() > 0
-    assert shown.lab.locator(".modebar-btn[data-title*=Share]").count() == 0  # it would upload the figure
+    expect(shown.lab.locator(".harmony-table input:checked")).to_have_count(1)
+    expect(shown.lab.locator(".harmony-header")).to_contain_text("What binds is")
+    expect(shown.static).to_have_count(1)
+    expect(shown.static).to_be_hidden()  # beside live widgets
+    expect(shown.lab.locator(".js-plotly-plot").first).to_contain_text("critical path")
+    expect(shown.lab.locator(".modebar-btn")).not_to_have_count(0)
+    expect(shown.lab.locator(".modebar-btn[data-title*=Share]")).to_have_count(0)  # it would upload the figure
     shown.lab.locator(".harmony-baseline", has_text="zero-infinity order").wait_for()
     shown.shoot("dashboard")
 
@@ -239,10 +268,10 @@ def test_controls_have_names_and_obey_the_keyboard(shown):
     packs.wait_for()
     for tab in (*TABS, "Timeline"):
         shown.open_tab(tab)
-        assert shown.lab.locator(CONTROLS).evaluate_all(UNNAMED) == [], tab
-        assert shown.lab.locator("[role=slider], select, input").evaluate_all(UNREACHABLE) == [], tab
-    assert shown.lab.locator("[title=null]").count() == 0
-    assert shown.lab.locator(".widget-label[title^='packs whose weights are fetched']").count() == 1
+        shown.comes_to(lambda: shown.lab.locator(CONTROLS).evaluate_all(UNNAMED), [])
+        shown.comes_to(lambda: shown.lab.locator("[role=slider], select, input").evaluate_all(UNREACHABLE), [])
+    expect(shown.lab.locator("[title=null]")).to_have_count(0)
+    expect(shown.lab.locator(".widget-label[title^='packs whose weights are fetched']")).to_have_count(1)
     before = num_backward_packs(shown.plan)
     packs.focus()
     shown.page.keyboard.press("ArrowLeft")
@@ -278,9 +307,7 @@ def test_every_kind_of_knob_changes_the_plan_and_the_pictures(shown):
     shown.plan_becomes("prefetch=0")
     size = shown.lab.get_by_role("slider", name="backward microbatch")
     before = re.search(r"backward=\d+", shown.plan)[0]
-    size.focus()
-    shown.page.keyboard.press("Home" if before != "backward=1" else "End")
-    shown.plan_becomes(rf"^(?!.*{before}\[)")
+    shown.insist(lambda: size.press("Home" if before != "backward=1" else "End"), PLAN, rf"^(?!.*{before}\[)")
     shown.button("bf16").click()
     shown.plan_becomes("precision=bf16")
     shown.type_into(shown.lab.get_by_label("cut backward before"), "every 3")
@@ -351,16 +378,18 @@ def test_a_plan_is_picked_in_the_scatter(shown):
     shown.open_tab("Candidates")
     plot = shown.lab.locator(".js-plotly-plot", has=shown.page.locator("text=lower left is better")).first
     plot.locator(".scatterlayer .point").first.wait_for()
-    rank, x, y = plot.evaluate(
-        """plot => {
-            const trace = plot._fullData.find(each => each.customdata), { _offset: left } = plot._fullLayout.xaxis;
-            const box = plot.getBoundingClientRect(), { xaxis, yaxis } = plot._fullLayout, last = trace.x.length - 1;
-            const [x, y] = [xaxis.l2p(trace.x[last]) + left, yaxis.l2p(trace.y[last]) + yaxis._offset];
-            return [trace.customdata[last], box.left + x, box.top + y];
-        }"""
-    )
-    shown.page.mouse.move(x, y)
-    shown.page.mouse.click(x, y)
+    place = plot.evaluate(LAST_POINT)
+
+    def hover() -> None:
+        nonlocal place
+        shown.page.mouse.move(0, 0)
+        plot.scroll_into_view_if_needed()
+        place = plot.evaluate(LAST_POINT)
+        shown.page.mouse.move(*place)
+
+    shown.insist(hover, "plot => plot._hoverdata?.[0]?.customdata != null", plot.element_handle())
+    shown.page.mouse.click(*place)
+    rank = plot.evaluate("plot => plot._hoverdata[0].customdata")  # of points in one place, one is hovered over
     shown.lab.locator(f"text=against candidate {rank}").wait_for()
     shown.back()
 
@@ -371,7 +400,7 @@ def test_two_plans_are_compared(shown):
     shown.lab.get_by_label("B", exact=True).select_option("candidate 2")
     table = shown.lab.locator(".harmony-compared")
     table.locator("text=B: candidate 2").wait_for()
-    assert "critical path" in table.inner_text()
+    expect(table).to_contain_text("critical path")
     shown.page.wait_for_function(
         "() => [...document.querySelectorAll('.harmony-lab .gtitle')].some(e => e.textContent.includes('candidate 2'))"
     )
@@ -382,7 +411,7 @@ def test_another_machine_is_asked_about(shown):
     shown.open_tab("What if")
     shown.type_into(shown.lab.get_by_label("memory, typed"), "16MiB")
     shown.lab.locator("text=The best plan there").wait_for()
-    assert shown.button("look at this plan here").is_enabled()
+    expect(shown.button("look at this plan here")).to_be_enabled()
     shown.shoot("what_if")
     shown.button("reset").click()
     shown.lab.locator("text=The best plan there").wait_for(state="detached")
@@ -402,8 +431,8 @@ def test_mistakes_are_explained_where_they_were_made(shown):
     shown.type_into(shown.lab.get_by_label("data", exact=True), "batches")
     shown.slide("backward packs", 1)
     shown.lab.locator(".harmony-error", has_text="does not fit").wait_for()
-    assert shown.button("Launch").is_disabled()
-    assert "cannot be launched" in shown.button("Launch").get_attribute("title")
+    expect(shown.button("Launch")).to_be_disabled()
+    expect(shown.button("Launch")).to_have_attribute("title", re.compile("cannot be launched"))
     shown.back()
 
 
@@ -415,13 +444,13 @@ def test_a_page_that_is_loaded_later_shows_the_live_dashboard_too(shown):
     shown.page.set_viewport_size(first.viewport_size)
     shown.open()
     shown.lab.locator(".js-plotly-plot .main-svg").first.wait_for()
-    assert shown.plan == shown.best
+    shown.comes_to(lambda: shown.plan, shown.best)
     shown.slide("packs fetched ahead", 2)
     shown.plan_becomes("prefetch=2")
     Shown(first, shown.server).plan_becomes("prefetch=2")  # one kernel, one Lab
     first.close()
     shown.static_tells("prefetch=2")  # what this page would save
-    assert not shown.static.is_visible()
+    expect(shown.static).to_be_hidden()
     shown.back()
 
 
@@ -432,8 +461,8 @@ def test_a_run_that_fails_tells_why_and_another_can_be_launched(shown):
     shown.type_into(shown.lab.get_by_label("data", exact=True), "gone")
     shown.button("Launch").click()
     shown.lab.locator("b", has_text="failed").wait_for()
-    assert "OSError: the disk is gone" in shown.lab.locator(".harmony-error").locator("visible=true").inner_text()
-    assert shown.button("Launch").is_enabled()
+    expect(shown.lab.locator(".harmony-error").locator("visible=true")).to_contain_text("OSError: the disk is gone")
+    expect(shown.button("Launch")).to_be_enabled()
     shown.shoot("failed")
     shown.type_into(shown.lab.get_by_label("data", exact=True), "batches")
 
@@ -445,7 +474,7 @@ def test_launch_pause_resume_and_stop(shown):
     loss.wait_for()
     shown.page.wait_for_function("() => /step ([3-9]|\\d\\d)/.test(document.querySelector('.harmony-lab').innerText)")
     assert float(loss.locator("b").inner_text()) < 6.5
-    assert launch.is_disabled()
+    expect(launch).to_be_disabled()
     shown.button("Pause").click()
     lab.locator("b", has_text="paused").wait_for()
     shown.shoot("paused")
@@ -453,9 +482,9 @@ def test_launch_pause_resume_and_stop(shown):
     lab.locator("b", has_text="training").wait_for()
     shown.button("Stop").click()
     lab.locator("b", has_text="stopped").wait_for()
-    assert shown.button("Stop").is_disabled()
-    assert "mod-warning" not in shown.button("Stop").get_attribute("class")
-    assert launch.is_enabled()
+    expect(shown.button("Stop")).to_be_disabled()
+    expect(shown.button("Stop")).not_to_have_class(re.compile("mod-warning"))
+    expect(launch).to_be_enabled()
     shown.open_tab("Measured")
     lab.locator(".gtitle", has_text="Predicted and measured").wait_for()
     shown.shoot("measured")
@@ -469,7 +498,7 @@ def test_both_themes_can_be_read(shown):
             shown.lab.locator(".widget-tab .js-plotly-plot .main-svg, .widget-tab .widget-hslider").locator(
                 "visible=true"
             ).first.wait_for()
-            assert shown.lab.evaluate(CONTRAST) == [], f"{theme}, {tab}"
+            shown.comes_to(lambda: shown.lab.evaluate(CONTRAST), [])
         shown.shoot(theme.lower())
 
 
@@ -478,12 +507,12 @@ def test_a_narrow_page_shows_everything(shown, width):
     shown.page.set_viewport_size({"width": width, "height": 2900})
     shown.open_tab("Timeline")
     for part in (".harmony-table", ".widget-tab"):
-        fits = shown.lab.locator(part).first.evaluate("e => e.scrollWidth <= e.clientWidth + 1")
-        assert fits, f"{part} is cut"
+        whole = shown.lab.locator(part).first
+        shown.comes_to(lambda whole=whole: whole.evaluate("e => e.scrollWidth <= e.clientWidth + 1"), True)
     shown.page.wait_for_function(
         "() => document.querySelector('.harmony-lab .main-svg').clientWidth <= document.body.clientWidth"
     )
-    assert shown.lab.locator(".js-plotly-plot").first.evaluate(CUT_TITLES) == []
+    shown.comes_to(lambda: shown.lab.locator(".js-plotly-plot").first.evaluate(CUT_TITLES), [])
     shown.shoot(f"narrow_{width}")
     shown.page.set_viewport_size({"width": 1200, "height": 2400})
 
@@ -501,13 +530,13 @@ def test_a_saved_notebook_shows_the_last_state_without_its_kernel(shown):
     )
     shown.open()
     shown.page.wait_for_selector(".harmony-static")
-    assert shown.static.is_visible()
-    assert "stopped: step" in shown.static.inner_text()
-    assert plan in shown.static.inner_text()
+    expect(shown.static).to_be_visible()
+    expect(shown.static).to_contain_text("stopped: step")
+    expect(shown.static).to_contain_text(plan)
     for picture in ("Predicted iteration", "Loss:"):
         image = shown.static.locator(f"img[alt^='{picture}']").first
         assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") > 0, picture
-    assert shown.static.evaluate(CONTRAST) == []
+    shown.comes_to(lambda: shown.static.evaluate(CONTRAST), [])
     assert shown.problems == []
 
 
