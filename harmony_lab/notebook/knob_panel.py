@@ -48,6 +48,7 @@ _MEANINGS = {
     "num_device_updates": "packs whose optimizer runs on the device, with its state there, instead of on the host",
 }
 _WIDE = {"description_width": "145px"}
+_AT_FIRST = 1024  # no slider's end later lies beyond that of its first range: the End key in a page goes no further
 _FULL = {"width": "auto"}
 
 
@@ -240,11 +241,11 @@ def _controls() -> dict[str, Any]:
             value=1, min=1, max=10**6, description="minibatch", style=_WIDE, layout=_FULL
         ),
         "forward_microbatch_size": _sizes("forward microbatch"),
-        "num_forward_packs": _count("forward packs", 0, 1),
+        "num_forward_packs": _count("forward packs", 0),
         "backward_microbatch_size": _sizes("backward microbatch"),
-        "num_backward_packs": _count("backward packs", 1, 1),
+        "num_backward_packs": _count("backward packs", 1),
         "devices": ipywidgets.Text(description="order of devices", continuous_update=False, style=_WIDE, layout=_FULL),
-        "prefetch": _count("packs fetched ahead", 0, 2),
+        "prefetch": _count("packs fetched ahead", 0),
         "peer_transfers": _switch("transfers between devices directly"),
         "updates": ipywidgets.ToggleButtons(
             options=[(f"update {Updates.EACH}", Updates.EACH), *((str(when), when) for when in list(Updates)[1:])],
@@ -267,19 +268,22 @@ def _controls() -> dict[str, Any]:
             style={"button_width": "auto", **_WIDE},
         ),
         "mirrored": _switch("backward on the device of the forward (pipeline)"),
-        "num_stashed": _count("inputs kept on device", 0, 0),
-        "num_resident_packs": _count("packs that stay", 0, 0),
-        "num_kept_packs": _count("kept for backward", 0, 0),
-        "num_device_updates": _count("updates on device", 0, 0),
+        "num_stashed": _count("inputs kept on device", 0),
+        "num_resident_packs": _count("packs that stay", 0),
+        "num_kept_packs": _count("kept for backward", 0),
+        "num_device_updates": _count("updates on device", 0),
     }
 
 
 def _sizes(description: str) -> Any:
-    return ipywidgets.SelectionSlider(options=(1,), description=description, style=_WIDE, layout=_FULL)
+    options = range(1, _AT_FIRST + 1)
+    return ipywidgets.SelectionSlider(options=options, description=description, style=_WIDE, layout=_FULL)
 
 
-def _count(description: str, least: int, most: int) -> Any:
-    return ipywidgets.IntSlider(value=least, min=least, max=most, description=description, style=_WIDE, layout=_FULL)
+def _count(description: str, least: int) -> Any:
+    return ipywidgets.IntSlider(
+        value=least, min=least, max=_AT_FIRST, description=description, style=_WIDE, layout=_FULL
+    )
 
 
 def _switch(description: str) -> Any:

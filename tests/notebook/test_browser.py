@@ -44,6 +44,8 @@ UNREACHABLE = "all => all.filter(e => e.tabIndex < 0).map(e => e.outerHTML.slice
 CUT_TITLES = """plot => [...plot.querySelectorAll(".gtitle, .annotation text")]
     .filter(e => e.getBoundingClientRect().right > plot.getBoundingClientRect().right + 1).map(e => e.textContent)"""
 PLAN = "pattern => new RegExp(pattern).test(document.querySelector('.harmony-lab textarea').value)"
+FIGURE = """title => [...document.querySelectorAll('.harmony-lab .gtitle')]
+    .some(e => e.textContent.includes(title) && e.checkVisibility())"""
 LAST_POINT = """plot => {
     const trace = plot._fullData.find(each => each.customdata), { _offset: left } = plot._fullLayout.xaxis;
     const box = plot.getBoundingClientRect(), { xaxis, yaxis } = plot._fullLayout, last = trace.x.length - 1;
@@ -306,8 +308,10 @@ def test_every_kind_of_knob_changes_the_plan_and_the_pictures(shown):
     shown.slide("packs fetched ahead", 0)
     shown.plan_becomes("prefetch=0")
     size = shown.lab.get_by_role("slider", name="backward microbatch")
-    before = re.search(r"backward=\d+", shown.plan)[0]
-    shown.insist(lambda: size.press("Home" if before != "backward=1" else "End"), PLAN, rf"^(?!.*{before}\[)")
+    shown.insist(lambda: size.press("Home"), PLAN, r"backward=1\[")
+    last = "e => e.ariaValueNow === e.ariaValueMax && e.ariaValueMax !== '0.0'"
+    shown.insist(lambda: size.press("End"), last, size.element_handle())
+    shown.plan_becomes(r"backward=([2-9]|\d\d)\[")
     shown.button("bf16").click()
     shown.plan_becomes("precision=bf16")
     shown.type_into(shown.lab.get_by_label("cut backward before"), "every 3")
@@ -382,6 +386,7 @@ def test_a_plan_is_picked_in_the_scatter(shown):
 
     def hover() -> None:
         nonlocal place
+        shown.open_tab("Candidates")
         shown.page.mouse.move(0, 0)
         plot.scroll_into_view_if_needed()
         place = plot.evaluate(LAST_POINT)
@@ -401,9 +406,7 @@ def test_two_plans_are_compared(shown):
     table = shown.lab.locator(".harmony-compared")
     table.locator("text=B: candidate 2").wait_for()
     expect(table).to_contain_text("critical path")
-    shown.page.wait_for_function(
-        "() => [...document.querySelectorAll('.harmony-lab .gtitle')].some(e => e.textContent.includes('candidate 2'))"
-    )
+    shown.page.wait_for_function(FIGURE, arg="candidate 2")
     shown.shoot("compare")
 
 
@@ -485,8 +488,7 @@ def test_launch_pause_resume_and_stop(shown):
     expect(shown.button("Stop")).to_be_disabled()
     expect(shown.button("Stop")).not_to_have_class(re.compile("mod-warning"))
     expect(launch).to_be_enabled()
-    shown.open_tab("Measured")
-    lab.locator(".gtitle", has_text="Predicted and measured").wait_for()
+    shown.insist(lambda: shown.open_tab("Measured"), FIGURE, "Predicted and measured")
     shown.shoot("measured")
 
 
