@@ -3,14 +3,17 @@
 Functions marked ``@compiled`` keep to numbers, arrays and named tuples of arrays.  Machine code is made at the first
 call and kept on disk, ``$XDG_CACHE_HOME/harmony_lab`` (``~/.cache/harmony_lab``), in a folder per version of this
 package's source: so that it is made once per installation, and never runs with what a function it calls used to be.
+Folders of other versions that nobody has used for a month are removed when a new one is made.
 """
 
 import contextlib
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -35,6 +38,7 @@ __all__ = [
     "compiled",
     "folder",
     "is_ready",
+    "say_so",
     "wait_for_compiling",
 ]
 
@@ -51,6 +55,8 @@ _COMPILED_IN = ("*.py", "planner/*.py", "simulator/*.py")
 _READY = "ready"  # a file that says that all machine code has been made
 _elsewhere: list[threading.Thread] = []  # that wait for the process, one at most
 _starting = threading.Lock()
+_PATIENCE_S = 1.0
+_UNUSED_S = 30 * 24 * 3600.0
 
 
 def compiled(function: F) -> F:
@@ -61,7 +67,7 @@ def compiled(function: F) -> F:
         function.__globals__.setdefault(name, _BUILTINS[name])
     config: Any = numba.config
     given = config.CACHE_DIR
-    config.CACHE_DIR = given or str(folder())  # read while a function is being marked
+    config.CACHE_DIR = given or str(_used_folder())  # read while a function is being marked
     try:
         made: Any = numba.njit(cache=True, nogil=True)(function)
     finally:
@@ -82,6 +88,26 @@ def folder() -> Path:
     return Path(home) / "harmony_lab" / f"compiled-{digest.hexdigest()[:16]}"
 
 
+@cache
+def _used_folder() -> Path:
+    """The folder, which tells by its time that it is in use."""
+    with contextlib.suppress(OSError):  # it is not there yet
+        os.utime(folder())
+    return folder()
+
+
+def _remove_unused() -> None:
+    """Remove what other versions have left.
+
+    Another process may do the same, or still run such a version: that makes its machine code again.
+    """
+    before_s = time.time() - _UNUSED_S
+    for other in folder().parent.glob("compiled-*"):
+        with contextlib.suppress(OSError):
+            if other != folder() and other.stat().st_mtime < before_s:
+                shutil.rmtree(other, ignore_errors=True)
+
+
 def is_ready() -> bool:
     """Whether nothing needs to be compiled any more."""
     if numba is None:
@@ -96,6 +122,7 @@ def compile_now(use: Callable[[], object]) -> None:
         use()
         folder().mkdir(parents=True, exist_ok=True)
         (folder() / _READY).touch()
+        _remove_unused()
 
 
 def compile_elsewhere(module: str) -> None:
@@ -110,10 +137,20 @@ def compile_elsewhere(module: str) -> None:
             thread.start()
 
 
-def wait_for_compiling() -> None:
-    """Until the process that ``compile_elsewhere`` has started, if it has, is done."""
+def wait_for_compiling(late: Callable[[], None] | None = None) -> None:
+    """Until the process that ``compile_elsewhere`` has started, if it has, is done.  ``late`` is called where that
+    takes over a second."""
     for thread in _elsewhere:
-        thread.join()
+        thread.join(_PATIENCE_S)
+        if thread.is_alive():
+            if late is not None:
+                late()
+            thread.join()
+
+
+def say_so() -> None:
+    """That one waits, and for what, on stderr: for whoever sees no progress."""
+    print("harmony_lab: the planner is being compiled, once; a minute or more", file=sys.stderr, flush=True)
 
 
 def _run(module: str) -> None:

@@ -67,7 +67,7 @@ def ranking_table(result: SearchResult, limit: int = _SHOWN_PLANS) -> Table:
     legend = (
         "dp: each device runs all packs on its share of the minibatch; pp: packs go round the devices.  forward, "
         "backward: packs × microbatch size.  swapped: between devices and host; peer: between devices; idle: share of "
-        "the devices' time."
+        "the devices' time.  Ranks (#) left out are of slower plans with the same packs and microbatches as one here."
     )
     table = Table(
         title=_tally(result),
@@ -112,7 +112,9 @@ def _tally(result: SearchResult) -> str:
         (len(result.rejected), "do not fit"),
     )
     others = "; ".join(f"{count} {what}" for count, what in parts if count)
-    return f"{len(result.candidates)} plans fit and were simulated" + (f"; {others}" if others else "")
+    count = len(result.candidates)
+    fit = f"{count} plans fit and were simulated" if count > 1 else "1 plan fits and was simulated"
+    return fit + (f"; {others}" if others else "")
 
 
 def ablation_table(found: Ablation) -> Table:
@@ -156,6 +158,8 @@ def rejected_table(result: SearchResult, limit: int = _SHOWN_REASONS) -> Table:
     if single:
         count = f"{len(single)} plans, such as one in {single[0].description.split()[0]}"
         table.add_row("one plan" if len(single) == 1 else count, escape(single[0].reason))
+    if not result.rejected:
+        table.add_row("nothing that was tried", "all of it fits")
     return table
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,10 @@ def test_machine_code_is_made_once_in_a_process_of_its_own(tmp_path: Path, monke
     monkeypatch.setattr(machine_code, "folder", lambda: tmp_path / "code")
     for _ in range(2):
         machine_code.compile_elsewhere("makes_code")
-    machine_code.wait_for_compiling()
+    late: list[str] = []
+    monkeypatch.setattr(machine_code, "_PATIENCE_S", 0.0)
+    machine_code.wait_for_compiling(lambda: late.append("still compiling"))
+    assert late == ["still compiling"]  # Python itself takes longer to start
     (made,) = (tmp_path / "made").read_text().split()
     assert int(made) != os.getpid()
     used: list[str] = []
@@ -102,3 +106,21 @@ def test_machine_code_is_made_once_in_a_process_of_its_own(tmp_path: Path, monke
         machine_code.compile_now(lambda: used.append("here"))
     assert used == ["here"]
     assert machine_code.is_ready()
+
+
+def test_machine_code_that_nobody_has_used_for_a_month_is_removed_when_new_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    days = {"compiled-new": 40, "compiled-unused": 31, "compiled-used": 29, "compiled-resumed": 40, "costs": 400}
+    for name, age in days.items():
+        (tmp_path / name / "deeper").mkdir(parents=True)
+        (tmp_path / name / "deeper" / "code").write_text("code")
+        os.utime(tmp_path / name, (now_s - age * 86400,) * 2)
+    for name in ("compiled-resumed", "compiled-new"):  # first as if that version were imported
+        monkeypatch.setattr(machine_code, "folder", lambda name=name: tmp_path / name)
+        machine_code._used_folder.__wrapped__()
+    monkeypatch.setattr(machine_code, "is_ready", lambda: False)
+    machine_code.compile_now(lambda: None)
+    assert {path.name for path in tmp_path.iterdir()} == {*days} - {"compiled-unused"}
+    assert (tmp_path / "compiled-resumed" / "deeper" / "code").exists()

@@ -21,11 +21,13 @@ from harmony_lab.program import BlockColumns, OpColumns, Stream
 
 __all__ = [
     "BLOCKS",
+    "BUDGET",
     "DOES_NOT_FIT",
     "FAILED_BYTES",
     "FAILED_DEVICE",
     "FAILED_OP",
     "FULL",
+    "GIVEN_UP",
     "OPS",
     "RESIDENT",
     "STATUS",
@@ -49,7 +51,8 @@ OPS, BLOCKS, READS, FREES, AFTERS = 0, 1, 2, 3, 4
 STAGED_READS, STAGED_FREES, STAGED_WRITES = 5, 6, 7
 STATUS, FAILED_DEVICE, FAILED_BYTES, FAILED_OP, ALLOW_OVERRUN = 8, 9, 10, 11, 12
 RESIDENT = 13
-_NUM_COUNTS = 14
+GIVEN_UP = 14  # packs that were fetched ahead and no longer will be
+_NUM_COUNTS = 15
 
 FULL, DOES_NOT_FIT = 1, 2  # values of counts[STATUS]
 _STAGED_MOST = 4096  # reads and frees of one op, at least
@@ -315,9 +318,11 @@ def _allocate(c: Construction, number: Int, device: Int, num_edges: Int) -> Int:
         where = c.ops[op, WHERE]
         c.needs[device, where] = max(c.needs[device, where], op)
     ledger[USED] += needed
-    if ledger[USED] > ledger[BUDGET] and c.counts[ALLOW_OVERRUN] == 0 and c.counts[STATUS] == 0:
-        c.counts[STATUS], c.counts[FAILED_OP] = DOES_NOT_FIT, number
-        c.counts[FAILED_DEVICE], c.counts[FAILED_BYTES] = device, ledger[USED]
+    if ledger[USED] > ledger[BUDGET] and c.counts[ALLOW_OVERRUN] == 0:
+        worse = c.counts[STATUS] == DOES_NOT_FIT and c.counts[FAILED_DEVICE] == device
+        if c.counts[STATUS] == 0 or (worse and ledger[USED] > c.counts[FAILED_BYTES]):
+            c.counts[STATUS], c.counts[FAILED_OP] = DOES_NOT_FIT, number
+            c.counts[FAILED_DEVICE], c.counts[FAILED_BYTES] = device, ledger[USED]
     return _merge(c, number, c.needs[device], num_edges)
 
 

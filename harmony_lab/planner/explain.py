@@ -52,9 +52,10 @@ def what_binds(plan: Plan, trace: Trace, peaks: Sequence[int]) -> str:
     }
     reasons[f"the update on the host ({host:.0%} of the time)"] = host
     first, second, *_ = sorted(reasons, key=lambda reason: -reasons[reason])
+    then = f", then {second}" if round(100 * reasons[second]) else ""
     fullest = max(range(len(peaks)), key=lambda device: peaks[device] / machine.budgets[device])
     return (
-        f"What binds is {first}, then {second}.  {machine.devices[fullest].name} needs up to "
+        f"What binds is {first}{then}.  {machine.devices[fullest].name} needs up to "
         f"{format_bytes(peaks[fullest])} of {format_bytes(machine.budgets[fullest])}, the most during "
         f"{_at_peak(plan, trace, fullest)}."
     )
@@ -269,22 +270,22 @@ def _text(plan: Plan | None) -> str | None:
     return None if plan is None else str(plan)
 
 
-def ablation(plan: Plan, profile: Profile, machine: Machine) -> Ablation:
+def ablation(plan: Plan, profile: Profile, machine: Machine | str) -> Ablation:
     """The plan against itself with each switch taken off alone, all simulated.
 
     Raises what ``lower`` does where the plan itself is not possible.
     """
-    costs = PackCosts(profile)
+    machine, costs = Machine.of(machine), PackCosts(profile)
     step_s, swap_bytes, peak = _simulated(plan, profile, machine, costs)
     rows = [_streamed(plan, profile, machine, step_s)]
-    for switch, instead, variant in _variants(plan, machine):
+    for switch, instead, variant in _variants(plan, profile, machine):
         if isinstance(variant, str):
             rows.append(AblationRow(switch=switch, instead=instead, reason=variant))
             continue
         try:
             other_s, other_bytes, other_peak = _simulated(variant, profile, machine, costs)
         except HarmonyError as error:
-            rows.append(AblationRow(switch=switch, instead=instead, plan=variant, reason=f"{instead}: {error}"))
+            rows.append(AblationRow(switch=switch, instead=instead, plan=variant, reason=f"{instead}: {_why(error)}"))
             continue
         rows.append(
             AblationRow(
@@ -298,6 +299,13 @@ def ablation(plan: Plan, profile: Profile, machine: Machine) -> Ablation:
             )
         )
     return Ablation(plan=plan, step_s=step_s, swap_bytes=swap_bytes, peak_bytes=peak, rows=tuple(rows))
+
+
+def _why(error: HarmonyError) -> str:
+    """In a line, without what to do about a plan that nobody has asked for."""
+    if isinstance(error, PlanError):
+        return "; ".join(error.violations)
+    return str(error).partition("; use ")[0]
 
 
 def _simulated(plan: Plan, profile: Profile, machine: Machine, costs: PackCosts) -> tuple[float, int, int]:
@@ -321,7 +329,7 @@ def _streamed(plan: Plan, profile: Profile, machine: Machine, step_s: float) -> 
     )
 
 
-def _variants(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, Plan | str]]:
+def _variants(plan: Plan, profile: Profile, machine: Machine) -> Iterator[tuple[str, str, Plan | str]]:
     """Switch, what is done instead, and the plan so or why there is none."""
     on_host = plan.with_(device_updates=())
     too = " (and on the host)" if plan.device_updates else ""
@@ -329,7 +337,7 @@ def _variants(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, Plan | s
     yield "just-in-time update", f"all updates at the end{too}", late
     too = " (and updates there)" if plan.device_updates and plan.mode is Mode.DP else ""
     yield "peer transfers", f"between devices through the host{too}", _without_peers(plan, machine)
-    yield "packing", "packs of one layer", _one_layer_packs(plan)
+    yield "packing", "packs of one layer", _one_layer_packs(plan, profile, machine)
     ahead = plan.with_(prefetch=0) if plan.prefetch else "the plan fetches nothing ahead"
     yield "prefetch", "nothing fetched ahead", ahead
     if plan.device_updates:
@@ -358,24 +366,29 @@ def _without_peers(plan: Plan, machine: Machine) -> Plan | str:
     return plan.with_(peer_transfers=False, **meets_on_host)
 
 
-def _one_layer_packs(plan: Plan) -> Plan | str:
-    """The same with a pack per layer; what stays in a pack stays in each of its layers, where that is possible."""
+def _one_layer_packs(plan: Plan, profile: Profile, machine: Machine) -> Plan | str:
+    """The same with a pack per layer; what stays in a pack stays in each of its layers, where that is possible, and
+    devices update those layers that they can."""
     ones = _layers_of((Pack(0, plan.num_layers),))
     if plan.backward_packs == ones:
         return "the plan has packs of one layer"
-    split = {
+    split: dict[str, Any] = {
         "forward_packs": ones[:-1],
         "backward_packs": ones,
         "resident_packs": _layers_of(plan.resident_packs),
         "kept_packs": _layers_of(plan.kept_packs),
-        "device_updates": _layers_of(plan.device_updates),
+        "device_updates": (),
     }
-    for unstuck in ({}, {"device_stash": ()}):
+    if not plan.forward_packs:  # the size has meant nothing so far
+        split["forward_microbatch_size"] = plan.backward_microbatch_size
+    for unstuck in ({}, {"device_stash": ()}, {**_NOTHING_STAYS, "mirrored": plan.mirrored}):
         try:
-            return plan.with_(**{**split, **unstuck})
+            single = plan.with_(**{**split, **unstuck})
         except PlanError:  # layers of one pack may run on different devices
             continue
-    return plan.with_(**{**split, **_NOTHING_STAYS, "mirrored": plan.mirrored})
+        usable = set(updatable(single, profile, machine))
+        return single.with_(device_updates=tuple(one for one in _layers_of(plan.device_updates) if one in usable))
+    return "layers of its packs would run on different devices"
 
 
 def _layers_of(packs: Sequence[Pack]) -> tuple[Pack, ...]:

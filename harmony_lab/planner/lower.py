@@ -15,40 +15,11 @@ those of n - 2 have left, weights of the pack after next until the present pack'
 it can use and no more.
 """
 
-import numpy as np
-
 from harmony_lab.costs import Profile
 from harmony_lab.errors import PlanDoesNotFitError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
 from harmony_lab.planner.chain import Lowerable, chain
-from harmony_lab.planner.chain_tables import (
-    BACKWARD_WORKSPACE,
-    BATCH_BYTES,
-    BUFFER_BYTES,
-    CURRENT,
-    FETCHED,
-    FORWARD_WORKSPACE,
-    GRADIENT_BYTES,
-    IS_BACKWARD,
-    IS_KEPT,
-    NEXT_TASK,
-    NO_PREFETCH,
-    NUM_SIZES,
-    RECOMPUTE_WORKSPACE,
-    SAVED_BYTES,
-    STAGE_START,
-    STAGE_STOP,
-    TASK_DEVICE,
-    TASK_STAGE,
-    TWIN,
-    UNIT_END,
-    UNIT_SIZE,
-    VALUE_BYTES,
-    VALUE_GRADIENT_BYTES,
-    WEIGHT_BYTES,
-    Chain,
-)
 from harmony_lab.planner.compose import validate
 from harmony_lab.planner.emit import (
     DOES_NOT_FIT,
@@ -56,6 +27,7 @@ from harmony_lab.planner.emit import (
     FAILED_DEVICE,
     FAILED_OP,
     FULL,
+    GIVEN_UP,
     KIND,
     RESIDENT,
     START,
@@ -102,8 +74,8 @@ def lower_forward(plan: Plan, profile: Profile, machine: Machine) -> Program:
 
 def _program(plan: Plan, made: Lowerable, machine: Machine, allow_overrun: bool) -> Program:
     built = _lowered(made, machine, allow_overrun=False)
-    if built.counts[STATUS] == DOES_NOT_FIT:
-        built = _with_less_fetched_ahead(made, machine, built)
+    while built.counts[STATUS] == DOES_NOT_FIT and built.counts[GIVEN_UP]:  # again, with less fetched ahead
+        built = _lowered(made, machine, allow_overrun=False)
     if built.counts[STATUS] == DOES_NOT_FIT:
         if not allow_overrun:
             raise _does_not_fit(built, machine)
@@ -123,60 +95,6 @@ def _lowered(made: Lowerable, machine: Machine, *, allow_overrun: bool) -> Const
         if built.counts[STATUS] != FULL:
             return built
         room *= 2
-
-
-def _with_less_fetched_ahead(made: Lowerable, machine: Machine, built: Construction) -> Construction:
-    """What was fetched ahead may be what is too much: such packs are fetched in their turn, one after the other until
-    all fits; if nothing fetched ahead does not help, that."""
-    ahead = made.chain.tasks[:, NO_PREFETCH]
-    if _give_up_hopeless(made.chain, machine):
-        built = _lowered(made, machine, allow_overrun=False)
-    if built.counts[STATUS] == DOES_NOT_FIT:
-        given_up = ahead.copy()
-        ahead[:] = 1
-        without = _lowered(made, machine, allow_overrun=False)
-        if without.counts[STATUS] == DOES_NOT_FIT:
-            return without
-        ahead[:] = given_up
-        built = _lowered(made, machine, allow_overrun=False)
-    while built.counts[STATUS] == DOES_NOT_FIT and _give_up_prefetch(made, int(built.counts[FAILED_DEVICE])):
-        built = _lowered(made, machine, allow_overrun=False)
-    return built
-
-
-def _give_up_hopeless(k: Chain, machine: Machine) -> bool:
-    """Have packs fetched in their turn that certainly do not fit beside what the pack before needs; whether there are
-    such.
-
-    That would be found out one by one, each time from the beginning.
-    """
-    tasks, stages = k.tasks, k.stages
-    num_sizes = int(k.options[NUM_SIZES])
-    size = k.units[np.concatenate([[0], tasks[:-1, UNIT_END]]), UNIT_SIZE]
-    stage = tasks[:, TASK_STAGE]
-    state = stages[stage, WEIGHT_BYTES] + stages[stage, BUFFER_BYTES]
-    cells = k.cells[stage * num_sizes + size]
-    first, last = (k.values[stages[stage, edge] * num_sizes + size] for edge in (STAGE_START, STAGE_STOP))
-    held = state + cells[:, BATCH_BYTES] + first[:, VALUE_BYTES]
-    gradients = stages[stage, GRADIENT_BYTES] + first[:, VALUE_GRADIENT_BYTES] + last[:, VALUE_GRADIENT_BYTES]
-    at_once = np.maximum(cells[:, RECOMPUTE_WORKSPACE], gradients + cells[:, BACKWARD_WORKSPACE])
-    backward = held + cells[:, SAVED_BYTES] + at_once
-    forward = held + last[:, VALUE_BYTES] + cells[:, FORWARD_WORKSPACE]
-    need = np.where(stages[stage, IS_BACKWARD] == 1, backward, forward)
-    following = tasks[:, NEXT_TASK]
-    comes = (following >= 0) & (stages[stage, IS_KEPT] == 0)
-    comes &= (stages[stage[following], IS_BACKWARD] == 0) | (stages[stage[following], TWIN] < 0)  # else it is there
-    hopeless = comes & (need + state[following] > np.array(machine.budgets)[tasks[:, TASK_DEVICE]])
-    tasks[following[hopeless], NO_PREFETCH] = 1
-    return bool(hopeless.any())
-
-
-def _give_up_prefetch(made: Lowerable, device: int) -> bool:
-    """Whether weights came to that device before their turn; then they no longer will."""
-    tasks, current = made.chain.tasks, made.chain.devices[device, CURRENT]
-    ahead = (tasks[:, TASK_DEVICE] == device) & (tasks[:, FETCHED] == 1) & (tasks[:, TASK_STAGE] > current)
-    tasks[ahead, NO_PREFETCH] = 1
-    return bool(ahead.any())
 
 
 def _does_not_fit(built: Construction, machine: Machine) -> PlanDoesNotFitError:

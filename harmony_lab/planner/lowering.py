@@ -5,12 +5,14 @@ turns it into ops.  Stages are the packs of an iteration in order; a task is a s
 as units.  Boundary b is where layer b begins.
 """
 
-from harmony_lab.compiled import Int, Ints, compiled
+from harmony_lab.compiled import Bool, Int, Ints, compiled
 from harmony_lab.planner.chain_tables import (
     BACKWARD_WORKSPACE,
+    BUFFER_BYTES,
     COMPUTED,
     COMPUTED_BEFORE,
     CURRENT,
+    FETCHED,
     FORWARD_WORKSPACE,
     GRADIENT_BYTES,
     GRADIENT_OUT_BEFORE,
@@ -22,6 +24,7 @@ from harmony_lab.planner.chain_tables import (
     IS_STASHED,
     JUST_IN_TIME,
     KEEPS_END,
+    NO_PREFETCH,
     NUM_ON_HOST,
     NUM_SIZES,
     OPTIMIZER_BYTES,
@@ -48,6 +51,7 @@ from harmony_lab.planner.chain_tables import (
     VALUE_BYTES,
     VALUE_GRADIENT_BYTES,
     VALUE_HERE,
+    WEIGHT_BYTES,
     Chain,
     begins,
     computed,
@@ -73,6 +77,11 @@ from harmony_lab.planner.codes import (
 )
 from harmony_lab.planner.emit import (
     BLOCKS,
+    BUDGET,
+    DOES_NOT_FIT,
+    FAILED_BYTES,
+    FAILED_DEVICE,
+    GIVEN_UP,
     STATUS,
     Construction,
     emit,
@@ -108,7 +117,11 @@ __all__ = ["lower_units"]
 
 @compiled
 def lower_units(c: Construction, k: Chain, order: Ints) -> None:
-    """Emit everything, units in the given order.  Ends early where ``c`` says why."""
+    """Emit everything, units in the given order.  Ends early where ``c`` says why.
+
+    Where weights that came before their turn may be what is too much, they will no longer, and the rest is emitted as
+    if all fitted: so that one pass finds all such weights.  It ends as one that does not fit.
+    """
     reset(k)
     _hold_optimizer(c, k)
     for task in range(len(k.tasks)):
@@ -120,11 +133,42 @@ def lower_units(c: Construction, k: Chain, order: Ints) -> None:
         task = k.units[unit, UNIT_TASK]
         k.devices[k.tasks[task, TASK_DEVICE], CURRENT] = k.tasks[task, TASK_STAGE]
         _unit(c, k, unit)
+        if c.counts[STATUS] == DOES_NOT_FIT and _give_up_prefetch(c, k):
+            c.counts[STATUS] = 0
         if c.counts[STATUS] != 0:
             return
     if not k.options[JUST_IN_TIME]:
         for i in range(k.options[NUM_ON_HOST]):
             update(c, k, k.stages[i, HOST_ORDER])
+    if c.counts[GIVEN_UP] > 0 and c.counts[STATUS] == 0:
+        c.counts[STATUS] = DOES_NOT_FIT
+
+
+@compiled
+def _give_up_prefetch(c: Construction, k: Chain) -> Bool:
+    """Whether all would fit but for weights that came to that device before their turn; next time they will not, nor
+    those after them meanwhile: of several packs' those of the last that suffice.
+
+    Where memory does not suffice every free has been used, so that what is alive without them is known.
+    """
+    device = c.counts[FAILED_DEVICE]
+    budget = c.devices[device, BUDGET]
+    nearest: Int = NONE
+    for task in range(len(k.tasks) - 1, -1, -1):
+        row = k.tasks[task]
+        is_ahead = row[TASK_DEVICE] == device and row[FETCHED] == 1 and row[TASK_STAGE] > k.devices[device, CURRENT]
+        if is_ahead and c.counts[FAILED_BYTES] > budget:
+            nearest = task
+            stage = k.stages[row[TASK_STAGE]]
+            c.counts[FAILED_BYTES] -= stage[BUFFER_BYTES]
+            if stage[IS_BACKWARD] == 0 or stage[TWIN] < 0:  # else its weights never left
+                c.counts[FAILED_BYTES] -= stage[WEIGHT_BYTES]
+    if c.counts[FAILED_BYTES] > budget:
+        c.counts[GIVEN_UP] = 0
+        return False
+    c.counts[GIVEN_UP] += 1 - k.tasks[nearest, NO_PREFETCH]
+    k.tasks[nearest, NO_PREFETCH] = 1
+    return True
 
 
 @compiled

@@ -10,10 +10,10 @@ import toy_profiles as toys
 from harmony_lab.costs import Profile
 from harmony_lab.errors import PlanDoesNotFitError
 from harmony_lab.machine import Bridge, Machine
-from harmony_lab.plan import Plan, difference
+from harmony_lab.plan import Pack, Plan, difference
 from harmony_lab.planner.baselines import baselines
 from harmony_lab.planner.check import peak_bytes
-from harmony_lab.planner.explain import ablation, advice, what_binds
+from harmony_lab.planner.explain import _why, ablation, advice, what_binds
 from harmony_lab.planner.lower import lower
 from harmony_lab.planner.result import Candidate, SearchResult
 from harmony_lab.program import OpKind
@@ -227,8 +227,33 @@ def test_a_variant_that_is_not_possible_says_why() -> None:
     plan = Plan.parse("pp minibatch=8 forward=4[0:4] backward=2[0:4,4:8] devices=0,1")
     row = ablation(plan, profile, toys.gpus(2, memory_bytes=10**8))["packing"]
     assert row.step_s is row.loss is row.swap_bytes is None
-    assert row.reason.startswith("packs of one layer: ")
-    assert "1" in row.reason
+    sizes = "microbatch sizes must be equal: a value at boundary 1 has no batch dimension"
+    assert row.reason == f"packs of one layer: {sizes}"
+
+
+def test_a_variant_that_does_not_fit_says_by_how_much_and_not_what_to_do() -> None:
+    with pytest.raises(PlanDoesNotFitError, match="use smaller packs") as caught:
+        lower(MIRRORED, PROFILE, toys.gpus(2, memory_bytes=2_000_000))
+    assert _why(caught.value).endswith("its budget is 1.91 MiB")
+
+
+def test_one_pack_that_a_device_updates_is_split_into_layers_but_for_what_they_share() -> None:
+    whole = Plan.parse("pp minibatch=8 forward=8[] backward=2[0:8] devices=0").with_(device_updates=(Pack(0, 8),))
+    row = ablation(whole, toys.profile(8, tied=True), AMPLE)["packing"]
+    assert row.plan is not None
+    assert row.step_s is not None
+    assert row.plan.device_updates == tuple((layer, layer + 1) for layer in range(1, 7))
+    assert row.plan.forward_microbatch_size == 2
+
+
+def test_what_is_hardly_busy_does_not_bind() -> None:
+    fast = toys.gpus(1, memory_bytes=10**9, link=1e15, peer_link=1e15)
+    profile = toys.profile(8, layer_s=10.0, update_s=1e-6)
+    plan = Plan.parse("pp minibatch=8 forward=2[0:4] backward=2[0:4,4:8] devices=0")
+    trace = run(lower(plan, profile, fast), profile, fast)
+    text = what_binds(plan, trace, peak_bytes(trace.program))
+    assert text.startswith("What binds is computing (100% of the time, ")
+    assert ", then" not in text
 
 
 def test_the_plan_itself_must_fit() -> None:

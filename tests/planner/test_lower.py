@@ -1,5 +1,6 @@
 """Lowering: what a Program moves, how it stays within budget, what it refuses."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from harmony_lab.errors import PlanDoesNotFitError, PlanError
 from harmony_lab.hardware import pairs_joined
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan, microbatches
+from harmony_lab.planner import lower as lower_module
 from harmony_lab.planner.check import check, peak_bytes
 from harmony_lab.planner.lower import lower
 from harmony_lab.program import Op, OpKind, Program, TensorKind
@@ -77,6 +79,33 @@ def test_prefetch_is_given_up_where_it_does_not_fit() -> None:
     assert max(peak_bytes(program)) <= 4_600_000
 
 
+def test_what_does_not_fit_ahead_is_found_at_once_and_the_rest_still_comes_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packs = [f"{i}:{i + 1}" for i in range(4)] + ["4:7", "7:10"] + [f"{i}:{i + 1}" for i in range(10, 14)]
+    full = f"dp minibatch=4 forward=2[{','.join(packs[:-1])}] backward=2[{','.join(packs)}] devices=0 prefetch=1"
+    built = []
+    once = lower_module._lowered
+    monkeypatch.setattr(lower_module, "_lowered", lambda *given, **how: built.append(once(*given, **how)) or built[-1])
+
+    def ahead(memory_bytes: int) -> set[tuple[int, int]]:
+        """Packs whose weights are on their way to backward before the last recompute of the pack before begins."""
+        built.clear()
+        program = lower(Plan.parse(full), toys.profile(14), toys.gpus(1, memory_bytes=memory_bytes))
+        check(program)
+        spans = [(span.op, span.start_s) for span in run(program, toys.profile(14), toys.gpus(1)).spans()]
+        again = [(op.layers, start_s) for op, start_s in spans if op.kind is OpKind.RECOMPUTE]
+        own_s = dict(reversed(again))  # of the first
+        coming_s = {op.layers: start_s for op, start_s in spans if _kinds(program, op.writes) == {TensorKind.WEIGHT}}
+        return {mine for mine in own_s for _, start_s in again if coming_s[mine] < start_s < own_s[mine]}
+
+    assert {(4, 7), (7, 10)} <= ahead(50_000_000)
+    assert len(built) == 1
+    few = ahead(6_600_000)  # three layers' weights and gradients, hardly more
+    assert len(built) == 2
+    assert few == {(7, 10), (2, 3), (1, 2), (0, 1), (10, 11), (11, 12)}
+
+
 def test_updates_at_the_end_come_after_all_backward_work() -> None:
     program = lower(plan(just_in_time_update=False), toys.profile(), toys.gpus(2))
     check(program)
@@ -105,6 +134,10 @@ def test_a_plan_too_large_is_refused_with_numbers_and_can_still_be_drawn() -> No
 def test_a_plan_that_does_not_suit_says_why(changes: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         lower(plan(**changes), toys.profile(), toys.gpus(2))
+
+
+def _kinds(program: Program, blocks: Iterable[int]) -> set[TensorKind]:
+    return {program.blocks[block].kind for block in blocks}
 
 
 def _least_memory(full: Plan, profile: Profile) -> int:
