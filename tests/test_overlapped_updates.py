@@ -243,6 +243,7 @@ def test_an_interrupt_that_comes_when_all_is_done_loses_no_update(monkeypatch: p
                 trainer.step(batch, leave_updates=True)
             monkeypatch.undo()
             assert caught.value.__notes__ == ["All of this step was done, its updates are made."]
+            assert trainer.step_count == number + 1
             reference.assert_equal(model)
     reference.assert_equal(model)
 

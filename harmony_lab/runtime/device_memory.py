@@ -47,6 +47,7 @@ class DeviceMemory:
         self._memory: dict[int, Tensor] = {}
         self._arena = Arena(0)  # the host's
         self._left: dict[_Left, Arena] = {}
+        self._leaves = False
         self._users: WeakSet[BlockMemory] = WeakSet()
 
     @property
@@ -97,18 +98,30 @@ class DeviceMemory:
             arena.pin("gradients and activations")
         return arena
 
+    def expect(self, *, leaves: bool) -> None:
+        """Before a step that leaves its updates to the next one, or none.  Those that do have their gradients elsewhere
+        than others: memory of the host is given back where the one kind follows the other, so that it never holds both.
+        """
+        if leaves != self._leaves:
+            self._leaves = leaves
+            self._give_back_host()
+
     def close(self) -> None:
         """Give all of it back."""
         for device in list(self._memory):
             self._give_back(device)
+        self._give_back_host()
+
+    def _give_back_host(self) -> None:
         for arena in self._left.values():
             arena.unpin()
         self._left.clear()
+        self._give_back(HOST)
 
     def _give_back(self, device: int) -> None:
         for user in self._users:
             user.forget(device)
-        del self._memory[device]
+        self._memory.pop(device, None)
         if device == HOST:
             self._arena.unpin()
             self._arena = Arena(0)

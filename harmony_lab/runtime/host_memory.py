@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from harmony_lab.machine import free_host_bytes
+from harmony_lab.hardware import free_host_bytes
 
 __all__ = ["available_bytes"]
 

@@ -148,6 +148,7 @@ class Runner:
         with self._one_at_a_time:
             if not leaves:
                 self._finish()
+            self._training.memory.memory.expect(leaves=leaves)
             try:
                 return self._take(batches, leaves)
             except BaseException:
@@ -159,24 +160,24 @@ class Runner:
             minibatches = self._minibatches(batches)
             self._optimizer.begin()
             try:
-                with self._undoing(len(batches) > 1), self._reading():
-                    loss = self._train(minibatches, updates)
+                with self._undoing(updates, len(batches) > 1), self._reading():
+                    return self._train(minibatches, updates)
             finally:
-                self._left = updates.left  # also where an interrupt came when all was done
-            self._optimizer.tell_scheduler()
-            self.last_norm = updates.norm
-            self.step_count += 1
-            return loss
+                self._left = updates.left
+                if updates.complete:  # also where an interrupt came when all was done
+                    self._optimizer.tell_scheduler()
+                    self.last_norm = updates.norm
+                    self.step_count += 1
 
     @contextmanager
-    def _undoing(self, several: bool) -> Iterator[None]:
+    def _undoing(self, updates: Updates, several: bool) -> Iterator[None]:
         """Where a step of several minibatches fails, buffers are as they were before it."""
         before = {name: self._layers.tensors[name].clone() for name in _updated(self._layers) if several}
         try:
             yield
         except BaseException:
             with torch.no_grad():
-                for name, value in before.items():
+                for name, value in before.items() if not updates.complete else ():
                     self._layers.tensors[name].copy_(value)
             raise
 

@@ -140,6 +140,8 @@ class Step:
                 self._buffers.apply()
             if leaving is not None:
                 leaving.leave(self._program, self._blocks)
+            if success and self._updates is not None:
+                self._updates.complete = self._updates.last
         finally:
             self._blocks.clear()
 

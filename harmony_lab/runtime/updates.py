@@ -45,6 +45,7 @@ class Updates:
     ) -> None:
         self.leaves = leaves
         self.left: LeftUpdates | None = None
+        self.complete = False  # all of the step was done, but for what it has left
         self._before = before
         self.progress = UpdateProgress()
         self.last = True
@@ -139,7 +140,7 @@ class Updates:
 
     def describe(self) -> str:
         """What has become of the weights, in words."""
-        if self.left is not None:
+        if self.complete:
             return "All of this step was done, its updates are made."
         before = "" if self._before is None else self._before.describe()
         return f"{before} This step has updated no weights." if before else str(self.progress)

@@ -34,7 +34,7 @@ class Job:
     """One step: every op of a program once.
 
     The first error wins: it ends the job, waiting threads wake and no further op starts.  ``conclude(success)`` runs in
-    the last thread to finish, whatever happened.
+    the last thread to finish, whatever happened: with success where every op was done, also if it was aborted then.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Job:
             self._unfinished.discard(key)
         if last:
             try:
-                self._conclude(not self._aborted.is_set())
+                self._conclude(self.failure is None and all(self._ended))
             except StepAborted:
                 self.abort()
             except BaseException as error:

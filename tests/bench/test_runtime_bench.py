@@ -12,6 +12,7 @@ from harmony_lab.bench.decoder import Decoder, Shape, decoder_batch
 from harmony_lab.bench.training import Subject, emulated, layerwise_plan, plain_step, trainer
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode
+from harmony_lab.program import Stream
 
 TINY = Shape(name="tiny", num_blocks=2, width=16, num_heads=2, length=8, vocabulary=32)
 DEEP = replace(TINY, num_blocks=8, width=32)
@@ -20,14 +21,27 @@ DEEP = replace(TINY, num_blocks=8, width=32)
 def test_runtime_reports_every_ratio_and_runs_the_chaos_plans_asked_for(tmp_path: Path) -> None:
     found = runtime.bench_runtime(chaos_plans=2, rounds=2, shapes=(TINY,))
     ratios = ("overhead_vs_checkpoint", "overhead_smallest", "speedup_two_devices_pp", "speedup_two_devices_dp")
-    assert all(found[name] > 0 for name in (*ratios, "overlap_ratio", "predicted_speedup_pp"))
+    overlaps = ("overlap_ratio", "predicted_overlap_ratio", "overlap_ratio_every_phase")
+    assert all(found[name] > 0 for name in (*ratios, *overlaps, "predicted_speedup_pp"))
     assert (found["chaos_plans"], found["chaos_failures"]) == (2, 0)
     runtime.to_json(found, tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())["overheads"].keys() == {"tiny"}
 
 
+def test_every_transfer_in_and_all_computing_belong_to_one_phase() -> None:
+    subject = Subject(TINY, 8, 2)
+    machine = emulated(1)
+    with trainer(subject, layerwise_plan(subject, Mode.DP, 1), machine, subject.profile(machine, trials=1)) as ours:
+        trace = ours.predicted
+    forward, rest = runtime._phases([trace])
+    assert 0 < forward.num_bytes < rest.num_bytes
+    assert forward.num_bytes + rest.num_bytes == runtime._busier_way_bytes(trace)
+    assert forward.seconds + rest.seconds == pytest.approx(trace.busy_s[0, Stream.COMPUTE])
+    assert 0 < forward.seconds < rest.seconds
+
+
 def test_prediction_reports_a_row_per_mode_and_link_with_exact_swap_bytes(tmp_path: Path) -> None:
-    found = prediction.bench_prediction(steps=1, shapes=(TINY,))
+    found = prediction.bench_prediction(rounds=1, steps=1, shapes=(TINY,))
     assert len(found["rows"]) == len(Mode) * len(prediction.LINKS)
     for row in found["rows"]:
         assert row["swap_bytes_predicted"] == row["swap_bytes_measured"]
@@ -38,6 +52,11 @@ def test_prediction_reports_a_row_per_mode_and_link_with_exact_swap_bytes(tmp_pa
     assert found["worst_error"] == max(row["error"] for row in found["rows"])
     prediction.to_json(found, tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())["rows"]
+
+
+def test_a_row_of_predictions_is_of_the_round_in_the_middle() -> None:
+    rounds = [{"measured_s": measured_s, "predicted_s": 1.0} for measured_s in (1.5, 0.9, 1.1)]
+    assert prediction._typical(rounds) is rounds[2]
 
 
 def test_compiled_layers_are_set_beside_plain_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from harmony_lab.program import Stream
 from harmony_lab.runtime import runner as runtime_runner
 from harmony_lab.runtime.emulated import EmulatedBackend
 from harmony_lab.runtime.runner import Runner, step_seed
+from harmony_lab.runtime.workers import Job, Workers
 
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 PLANS = {
@@ -397,3 +398,29 @@ class Unmergeable(dict[str, float | None]):
         if name == "2.average":
             raise ArithmeticError("no decay")
         return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["one minibatch", "two"])
+def test_a_step_that_was_done_when_an_interrupt_came_counts(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, undisturbed = averaging(), averaging()
+    text = "dp minibatch=8 forward=8[0:2] backward=8[0:2,2:4] devices=0 update=end"
+    run, runs = Workers.run, []
+
+    def interrupted(workers: Workers, job: Job, patience_s: float) -> None:
+        run(workers, job, patience_s)
+        runs.append(job)
+        if len(runs) == count:
+            raise KeyboardInterrupt
+
+    for one in (undisturbed, layers):
+        with Runner(one, adamw(trainable(one)), machine(), planned(one, machine(), text)) as runner:
+            if one is undisturbed:
+                runner.accumulate([one.example_batch] * count)
+            else:
+                monkeypatch.setattr(Workers, "run", interrupted)
+                with pytest.raises(KeyboardInterrupt) as caught:
+                    runner.accumulate([one.example_batch] * count)
+                assert caught.value.__notes__ == ["All of this step was done, its updates are made."]
+            assert runner.step_count == 1
+    for name, tensor in undisturbed.tensors.items():
+        torch.testing.assert_close(layers.tensors[name].detach(), tensor.detach(), msg=name)

@@ -6,7 +6,7 @@ from small_layers import mlp
 
 from harmony_lab.errors import TrainingError
 from harmony_lab.machine import Machine
-from harmony_lab.program import OpKind
+from harmony_lab.program import Op, OpKind
 from harmony_lab.runtime.waits import Waits
 from harmony_lab.runtime.workers import Job, Workers
 
@@ -32,3 +32,26 @@ def test_a_standstill_ends_with_what_every_thread_waits_for() -> None:
     assert f"op {stuck}, {program.ops[stuck]}, waits for no other" in lines
     assert any(f"op {stuck}, " in line.partition("waits for")[2] for line in lines), lines
     assert concluded == [False]
+
+
+@pytest.mark.parametrize("in_the_last_op", [True, False])
+def test_a_job_that_is_aborted_has_succeeded_only_where_every_op_was_done(in_the_last_op: bool) -> None:
+    machine = Machine.emulated(1, memory="64KiB", link=1e9)
+    program = planned(mlp(depth=3, num_samples=4), machine, "dp minibatch=4 forward=4[] backward=4[0:4] devices=0")(4)
+    begun: list[int] = []
+    concluded: list[bool] = []
+
+    def perform(index: int, op: Op) -> None:
+        begun.append(index)
+        if len(begun) == (len(program.ops) if in_the_last_op else 1):
+            job.abort()
+
+    waits = Waits(program)
+    job = Job(program, waits, perform, concluded.append, lambda: None)
+    workers = Workers(lambda device, stream: None)
+    try:
+        workers.prepare(waits.queues)
+        workers.run(job)
+    finally:
+        workers.close()
+    assert concluded == [in_the_last_op]
