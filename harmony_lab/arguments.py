@@ -15,6 +15,8 @@ __all__ = [
     "add_mode",
     "add_precision",
     "asked_machine",
+    "changed",
+    "described",
     "emulated",
     "num_bytes",
     "positive",
@@ -65,6 +67,16 @@ def add_emulated(parser: argparse.ArgumentParser, memory_default: str = _EMULATE
     parser.add_argument("--link", type=rate, metavar="RATE", help="shared host link, as 2GB/s (default)")
 
 
+def described(options: argparse.Namespace) -> bool:
+    """Whether any of ``add_emulated``'s options was given."""
+    return (options.devices, options.memory, options.link) != (None, None, None)
+
+
+def changed(machine: Machine, options: argparse.Namespace) -> Machine:
+    """The machine with what ``add_emulated``'s options change: fewer devices, other memory, other links."""
+    return machine.with_(num_devices=options.devices, memory=options.memory, link=options.link)
+
+
 def emulated(options: argparse.Namespace) -> Machine:
     """The machine that ``add_emulated``'s options describe."""
     return Machine.emulated(
@@ -85,26 +97,25 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 def asked_machine(options: argparse.Namespace) -> Machine:
     """The machine that ``add_machine``'s options name or describe; without any, what is found here."""
     preset = " ".join(options.preset)
-    if preset:
+    if options.preset:
         if options.measure:
             raise HarmonyError(
                 f"the links of {preset!r} cannot be measured, it is only described: leave the name out to measure what "
                 "is here, or leave --measure out"
             )
         return preset_with(preset, options)
-    described = (options.devices, options.memory, options.link) != (None, None, None)
-    return emulated(options) if described or options.emulated else Machine.detect()
+    return emulated(options) if described(options) or options.emulated else Machine.detect()
 
 
 def preset_with(preset: str, options: argparse.Namespace) -> Machine:
-    """A machine by its name, with what ``add_emulated``'s options change: fewer devices, other memory, other links."""
+    """A machine by its name, ``changed``."""
     machine = Machine.preset(preset)
     if options.devices is not None and options.devices > machine.num_devices:
         raise HarmonyError(
             f"{preset!r} has {machine.num_devices} of --devices {options.devices}: write how many there are into the "
             f"name, such as {options.devices}x{re.sub(r'^[0-9]+ *x *', '', preset)}"
         )
-    return machine.with_(num_devices=options.devices, memory=options.memory, link=options.link)
+    return changed(machine, options)
 
 
 def add_precision(parser: argparse.ArgumentParser) -> None:

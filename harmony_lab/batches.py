@@ -1,11 +1,11 @@
 """Minibatches for as many steps as are asked for."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from harmony_lab.errors import HarmonyError
 
-__all__ = ["endless"]
+__all__ = ["endless", "listed", "single"]
 
 
 def endless(data: Iterable[Any]) -> Iterator[Any]:
@@ -31,3 +31,33 @@ def _over_and_over(data: Iterable[Any]) -> Iterator[Any]:
             return
         if empty:
             raise HarmonyError("data yields no batch")
+
+
+def listed(given: Any, flatten: Callable[[Any], object]) -> list[Any]:
+    """Several batches as a list; one that was given in their place as a list of it.
+
+    ``flatten`` raises ``HarmonyError`` for what is no batch of the model's.
+    """
+    several = hasattr(given, "__iter__") and not isinstance(given, Mapping) and not hasattr(given, "ndim")
+    return list(given) if several and not _is_batch(given, flatten) else [given]
+
+
+def single(given: Any, flatten: Callable[[Any], object]) -> Any:
+    """One batch, also where a list of it was given.  Raises ``HarmonyError`` where that has several."""
+    if not isinstance(given, list | tuple) or _is_batch(given, flatten):
+        return given
+    if not given or not all(_is_batch(batch, flatten) for batch in given):
+        return given
+    if len(given) > 1:
+        raise HarmonyError(
+            f"one minibatch was expected, got a {type(given).__name__} of {len(given)}: call it for each"
+        )
+    return given[0]
+
+
+def _is_batch(given: Any, flatten: Callable[[Any], object]) -> bool:
+    try:
+        flatten(given)
+    except HarmonyError:
+        return False
+    return True

@@ -20,6 +20,7 @@ from harmony_lab.arguments import (
     preset_with,
 )
 from harmony_lab.errors import HarmonyError
+from harmony_lab.lab_arguments import require_folder
 from harmony_lab.plan import Mode
 from harmony_lab.units import format_bytes
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     console = Console(highlight=False)
     try:
+        _require_folders(options)
         command: Callable[[argparse.Namespace, Console], int] = options.command
         return command(options, console)
     except OSError as error:
@@ -42,6 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HarmonyError as error:
         print(f"harmony-lab: {error}", file=sys.stderr)
         return _USER_ERROR
+
+
+def _require_folders(options: argparse.Namespace) -> None:
+    """Refuse a file that cannot be written before the work that it is to hold."""
+    for name in ("json", "report", "save_plan"):
+        path: Path | None = getattr(options, name, None)
+        if path is not None:
+            require_folder(path, f"--{name.replace('_', '-')}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,8 +159,8 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
     from harmony_lab.terminal import ablation_table, bar, limits_table, ranking_table, rejected_table
 
     profile = load_profile(options.profile)
-    machine = preset_with(options.machine, options) if options.machine else emulated(options)
-    console.print(f"{profile}\n{machine}")
+    machine = emulated(options) if options.machine is None else preset_with(options.machine, options)
+    console.print(f"{profile}\n{machine}; host memory {machine.host_words}")
     if machine.devices[0].model and machine.devices[0].model not in profile.device:
         console.print(f"Layers are taken to be as fast as they were on {profile.device}, where they were measured.")
     if not is_ready():
@@ -188,7 +198,7 @@ def _machine(options: argparse.Namespace, console: Console) -> int:
         console.print(links_table(probe))
         console.print(f"{probe}", soft_wrap=True)
     else:
-        console.print(f"{machine}; host memory {format_bytes(machine.host.memory_bytes)}", soft_wrap=True)
+        console.print(f"{machine}; host memory {machine.host_words}", soft_wrap=True)
     if options.json:
         options.json.write_text(json.dumps(machine.to_json(), indent=1) + "\n")
     return 0
@@ -227,7 +237,7 @@ def _bench_baselines(options: argparse.Namespace, console: Console) -> int:
 
     from harmony_lab.bench.baselines import bench_baselines, to_json
     from harmony_lab.terminal import bar
-    from harmony_lab.units import format_bytes, format_seconds
+    from harmony_lab.units import format_seconds
 
     with bar(console, "baselines") as move:
         rows = bench_baselines(options.profiles, progress=move)
@@ -314,7 +324,7 @@ def _bench_prediction(options: argparse.Namespace, console: Console) -> int:
 
     from harmony_lab.bench.prediction import bench_prediction, to_json
     from harmony_lab.terminal import bar
-    from harmony_lab.units import format_bytes, format_rate, format_seconds
+    from harmony_lab.units import format_rate, format_seconds
 
     with bar(console, "prediction") as move:
         found = bench_prediction(progress=move)

@@ -404,9 +404,11 @@ class Profile:
     def __str__(self) -> str:
         some = self.microbatch_sizes
         sizes = ", ".join(map(str, some)) if len(some) <= _SIZES_LISTED else f"{some[0]} to {some[-1]}"
+        updated = any(layer.update_s for layer in self.layers)
+        state = "weights, gradients and optimizer state" if updated else "weights and gradients, without an optimizer"
         return (
             f"profile of {self.model} on {self.device}: {len(self)} layers, {format_bytes(self.state_bytes)} of "
-            f"weights, gradients and optimizer state; microbatches of {sizes}"
+            f"{state}; microbatches of {sizes}"
             f"{'' if self.precision is Precision.FP32 else f'; in {self.precision}'}"
             + ("; from earlier measurements (cached)" if self.cached else "")
         )

@@ -1,5 +1,6 @@
 """Hardware: what a machine is made of: devices, the host, and what bytes travel over."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,6 +8,7 @@ from typing import Final
 
 __all__ = [
     "HOST_MEMORY",
+    "MOST_DEVICES",
     "ROOT",
     "Backend",
     "Bridge",
@@ -16,11 +18,16 @@ __all__ = [
     "Host",
     "Link",
     "bridge_problems",
+    "free_host_bytes",
+    "margin_bytes",
     "pairs_joined",
+    "this_host",
 ]
 
 ROOT: Final = "host"
 """The node that links hang from."""
+MOST_DEVICES: Final = 64
+"""Of a machine described by a text or a number: what plans are made for has one to eight."""
 
 
 class Backend(StrEnum):
@@ -57,12 +64,14 @@ class Host:
 
     ``memory_bytes_per_s``: what all transfers from and to that memory get of it together, both directions in one sum;
     None: more than the links carry.  Updates take nothing of it: how long they take was measured in the same memory.
+    ``assumed``: nobody measured or gave how much memory there is.
     """
 
     memory_bytes: int
     num_cores: int
     update_threads: int = 1
     memory_bytes_per_s: float | None = None
+    assumed: bool = False
 
 
 class Direction(StrEnum):
@@ -117,6 +126,11 @@ HOST_MEMORY: Final = Hop("host memory", Direction.BOTH)
 """What every transfer from or to the host takes, where the memory's rate is a limit; twice if it goes through."""
 
 
+def margin_bytes(free_bytes: int) -> int:
+    """What of a card's free memory is left to the framework's context and allocator."""
+    return max(free_bytes // 10, 256 * 2**20)
+
+
 def pairs_joined(devices: Sequence[Device], bytes_per_s: float) -> tuple[Bridge, ...]:
     """A bridge between the first two devices, the next two and so on; an odd one has none."""
     pairs = zip(devices[::2], devices[1::2], strict=False)
@@ -133,3 +147,18 @@ def bridge_problems(bridges: Sequence[Bridge], devices: Sequence[str]) -> list[s
         if bridge.bytes_per_s <= 0:
             problems.append(f"bridge {bridge.name}: bytes_per_s must be above 0")
     return problems
+
+
+def free_host_bytes() -> int:
+    """What the system can still give, where it tells: all that is free without psutil, caches not counted."""
+    try:
+        import psutil
+    except ImportError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.virtual_memory().available)
+
+
+def this_host(memory_bytes: int | None) -> Host:
+    """This computer, with that much memory or else what is free of it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Host(memory_bytes=memory_bytes or free_host_bytes(), num_cores=cores)

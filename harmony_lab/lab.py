@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harmony_lab.compiled import is_ready, wait_for_compiling
+from harmony_lab.compiled import is_ready, say_so, wait_for_compiling
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.forecast import Forecast
-from harmony_lab.lab_arguments import check_kinds
+from harmony_lab.lab_arguments import check_kinds, check_optimizer, require_folder
 from harmony_lab.lab_contents import fragment_html, write_report
 from harmony_lab.lab_costs import costs_on, forecast_on, why_only_planned
 from harmony_lab.layers import LayerSequence
@@ -97,6 +97,7 @@ class Lab:
         self._earlier_steps = 0  # of the runs before the last one
         warm_up()
         decomposed = decompose(model, example_batch, loss_fn, layers=layers, cut=cut, loss_reduction=loss_reduction)
+        check_optimizer(optimizer, decomposed)
         self.layers: LayerSequence = compile_layers(decomposed) if compile else decomposed
         take_over(model, self)  # last, so that the older Lab works on where this one cannot be made
 
@@ -233,7 +234,7 @@ class Lab:
             report = self._reporter("search", progress)
             if not is_ready():
                 report(0, 1, "the planner is being compiled, once; a minute or more")
-            wait_for_compiling()
+            wait_for_compiling(say_so if progress is None and not self._listeners else None)
             try:
                 result = search(
                     measured,
@@ -478,6 +479,7 @@ class Lab:
 
     def report(self, path: str | Path) -> Path:
         """Write one HTML page with the ranking, timelines, memory and losses; returns its path."""
+        require_folder(Path(path), "report")
         return write_report(self, Path(path))
 
     def __repr__(self) -> str:

@@ -1,11 +1,15 @@
 """What a Lab is given, looked at before anything is made of it."""
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from harmony_lab.errors import HarmonyError
 from harmony_lab.machine import Machine
 
-__all__ = ["check_kinds"]
+if TYPE_CHECKING:
+    from harmony_lab.layers import LayerSequence
+
+__all__ = ["check_kinds", "check_optimizer", "require_folder"]
 
 
 def check_kinds(optimizer: Any, machine: Any, loss_fn: Any) -> None:
@@ -23,3 +27,19 @@ def check_kinds(optimizer: Any, machine: Any, loss_fn: Any) -> None:
         wrong.append(f"loss_fn is a {type(loss_fn).__name__}, expected a function of (output, target)")
     if wrong:
         raise HarmonyError("; ".join(wrong))
+
+
+def check_optimizer(optimizer: Any, layers: "LayerSequence") -> None:
+    """Raise ``HarmonyError`` for one that cannot train these layers pack by pack."""
+    from harmony_lab.runtime.optimizer import PackOptimizer
+
+    if optimizer is not None:
+        PackOptimizer(optimizer, layers)
+
+
+def require_folder(path: Path, what: str) -> None:
+    """Raise ``HarmonyError`` for a file that could not be written there; ``what`` is how it was asked for."""
+    if not path.parent.is_dir():
+        raise HarmonyError(f"{what} {path}: there is no folder {path.parent}; make it, or give a file in one there is")
+    if path.is_dir():
+        raise HarmonyError(f"{what} {path} is a folder; give a file in it, such as {path / 'file'}")

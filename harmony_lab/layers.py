@@ -15,10 +15,21 @@ from functools import cached_property
 from html import escape
 from typing import Any, Protocol
 
+from harmony_lab.errors import HarmonyError
 from harmony_lab.precision import Precision
 from harmony_lab.units import format_bytes, format_count
 
-__all__ = ["LOSS_TOTALS", "Layer", "LayerCall", "LayerFunction", "LayerSequence", "StateSpec", "TensorSpec", "padded"]
+__all__ = [
+    "LOSS_TOTALS",
+    "Layer",
+    "LayerCall",
+    "LayerFunction",
+    "LayerSequence",
+    "StateSpec",
+    "TensorSpec",
+    "padded",
+    "require_layers",
+]
 
 
 LOSS_TOTALS = "totals of the loss"
@@ -254,6 +265,15 @@ class LayerSequence:
             f"<p>{escape(repr(self))}</p><table><thead><tr><th>layer</th><th>name</th><th>kind</th><th>parameters</th>"
             "<th>bytes</th><th>crossing in, per sample</th><th>FLOPs forward, per sample</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"
+        )
+
+
+def require_layers(given: Any, what: str) -> None:
+    """Raise ``HarmonyError`` for anything but a LayerSequence, such as the model itself; ``what`` asked for it."""
+    if not isinstance(given, LayerSequence):
+        raise HarmonyError(
+            f"{what} takes the layers of a model, got a {type(given).__name__}: make them with "
+            "layers = harmony_lab.decompose(model, example_batch), or decompose(model, (inputs, targets), loss_fn)"
         )
 
 

@@ -16,6 +16,10 @@ class Listeners:
         self._lock = threading.Lock()
         self._callbacks: dict[object, Callable[[str], None]] = {}
 
+    def __bool__(self) -> bool:
+        """Whether anybody listens."""
+        return bool(self._callbacks)
+
     def clear(self) -> None:
         """Let all callbacks go."""
         with self._lock:

@@ -7,7 +7,6 @@ shares the links above them::
                                    └───── gpu1 ┘bridge  or over the bridge where two devices are joined by one
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Any
 from harmony_lab.errors import HarmonyError
 from harmony_lab.hardware import (
     HOST_MEMORY,
+    MOST_DEVICES,
     ROOT,
     Backend,
     Bridge,
@@ -27,13 +27,15 @@ from harmony_lab.hardware import (
     Host,
     Link,
     bridge_problems,
+    margin_bytes,
     pairs_joined,
+    this_host,
 )
 from harmony_lab.units import format_bytes, format_rate, parse_bytes, parse_rate
 
 __all__ = ["HOST", "HOST_MEMORY", "Backend", "Bridge", "Device", "Direction", "Hop", "Host", "Link", "Machine"]
 
-SCHEMA_VERSION = 2  # since 2: bridges, the rate of the host's memory
+SCHEMA_VERSION = 3  # since 2: bridges, the rate of the host's memory; since 3: what of the host is assumed
 HOST = -1
 """The index that stands for the host where a device index is expected."""
 _PCIE3_X16 = 12e9  # bytes per second that copies reach on a link of 15.75 GB/s
@@ -195,11 +197,11 @@ class Machine:
         link to the switch, by default as fast as ``link``.  ``bridge``: of bridges that join devices two by two, per
         direction; by default there are none.  ``host_memory_rate``: see ``Host.memory_bytes_per_s``.
         """
-        if num_devices < 1:
-            raise HarmonyError(f"a machine needs at least one device, got num_devices={num_devices}")
+        if not 1 <= num_devices <= MOST_DEVICES:
+            raise HarmonyError(f"a machine has 1 to {MOST_DEVICES} emulated devices, got num_devices={num_devices}")
         rate = parse_rate(link)
         peer_rate = rate if peer_link is None else parse_rate(peer_link)
-        host = _this_host(None if host_memory is None else parse_bytes(host_memory))
+        host = this_host(None if host_memory is None else parse_bytes(host_memory))
         if host_memory_rate is not None:
             host = replace(host, memory_bytes_per_s=parse_rate(host_memory_rate))
         threads = max(1, host.num_cores // num_devices)
@@ -232,6 +234,17 @@ class Machine:
         return preset_machine(text)
 
     @classmethod
+    def of(cls, machine: "Machine | str") -> "Machine":
+        """The machine itself, or the one that a text describes, as ``preset`` takes it."""
+        if isinstance(machine, str):
+            return cls.preset(machine)
+        if not isinstance(machine, cls):
+            raise HarmonyError(
+                f"a machine is expected, a harmony_lab.Machine or a text like '4x4090', got a {type(machine).__name__}"
+            )
+        return machine
+
+    @classmethod
     def detect(cls) -> "Machine":
         """The CUDA GPUs of this computer, with what is free on them now; without any, two emulated devices.
 
@@ -241,7 +254,7 @@ class Machine:
         """
         import torch
 
-        from harmony_lab.presets import memory_rate
+        from harmony_lab.gpus import memory_rate
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
@@ -266,7 +279,7 @@ class Machine:
         return cls(
             name=f"{count} × {torch.cuda.get_device_name(0)}",
             devices=tuple(devices),
-            host=_this_host(None),
+            host=this_host(None),
             links=tuple(Link(child=d.name, parent=ROOT, bytes_per_s=_PCIE3_X16, latency_s=1e-5) for d in devices),
             peer_transfers=peers and count > 1,
         )
@@ -342,7 +355,7 @@ class Machine:
             "devices": ", ".join(f"{device.name} {format_bytes(device.memory_bytes)}" for device in self.devices),
             "links, per direction": ", ".join(rates),
             "between devices": self.peers_words,
-            "host memory": format_bytes(self.host.memory_bytes) + self._memory_words(),
+            "host memory": self.host_words,
         }
         rows = "".join(f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items())
         return f"<p>{escape(str(self))}</p><table><tbody>{rows}</tbody></table>"
@@ -354,9 +367,12 @@ class Machine:
             return "directly"
         return "directly where bridged, else through the host" if self.bridges else "through the host"
 
-    def _memory_words(self) -> str:
+    @property
+    def host_words(self) -> str:
+        """How much memory the host has, how fast it is where that is a limit, and whether that is only assumed."""
         rate = self.host.memory_bytes_per_s
-        return "" if rate is None else f", {format_rate(rate)} in and out together"
+        limit = "" if rate is None else f", {format_rate(rate)} in and out together"
+        return format_bytes(self.host.memory_bytes) + (" (assumed)" if self.host.assumed else "") + limit
 
     def __str__(self) -> str:
         memory = sorted({format_bytes(device.memory_bytes) for device in self.devices})
@@ -366,11 +382,6 @@ class Machine:
         if self.bridges:
             rest += f", bridges {' '.join(bridge.name for bridge in self.bridges)}"
         return f"{self.name}: {count} of {'/'.join(memory)}, host link {'/'.join(rates)} per direction{rest}"
-
-
-def margin_bytes(free_bytes: int) -> int:
-    """What of a card's free memory is left to the framework's context and allocator."""
-    return max(free_bytes // 10, 256 * 2**20)
 
 
 def _fields(record: Any) -> dict[str, Any]:
@@ -386,17 +397,3 @@ def check_schema(data: Mapping[str, Any], schema: str, version: int) -> None:
             f"{schema} version {data.get('version')!r} cannot be read here (this is version {version}); "
             "update harmony_lab or write the file again"
         )
-
-
-def free_host_bytes() -> int:
-    """What the system can still give, where it tells: all that is free without psutil, caches not counted."""
-    try:
-        import psutil
-    except ImportError:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(psutil.virtual_memory().available)
-
-
-def _this_host(memory_bytes: int | None) -> Host:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Host(memory_bytes=memory_bytes or free_host_bytes(), num_cores=cores)

@@ -254,8 +254,8 @@ class Plan:
         mode, *rest = text.split() or [""]
         parts = dict(part.split("=", 1) for part in rest if "=" in part)
         missing = [key for key in ("minibatch", "forward", "backward", "devices") if key not in parts]
-        unknown = sorted(set(parts) - _KEYS)
-        violations = [f"{key}= is missing" for key in missing] + [f"{key}= is unknown" for key in unknown]
+        unknown = [f"{key}=" for key in sorted(set(parts) - _KEYS)] + [repr(part) for part in rest if "=" not in part]
+        violations = [f"{key}= is missing" for key in missing] + [f"{what} is unknown" for what in unknown]
         if mode not in set(Mode):
             violations.append(f"a plan starts with its mode, dp or pp, got {mode!r}")
         if violations:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from harmony_lab.batches import listed, single
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.forecast import Forecast, forecast, measured_state_bytes
-from harmony_lab.layers import LayerSequence
+from harmony_lab.layers import LayerSequence, require_layers
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
 from harmony_lab.planner.check import check
@@ -34,12 +35,13 @@ _log = logging.getLogger("harmony_lab")
 _SEVERAL = "an update from several minibatches needs the gradients of all of them"
 
 
-def simulate(plan: Plan | Program | str, profile: Profile, machine: Machine) -> Trace:
+def simulate(plan: Plan | Program | str, profile: Profile, machine: Machine | str) -> Trace:
     """The predicted Trace of one iteration of a Plan, a plan's text or a Program.
 
     Raises ``PlanError`` where a plan does not suit the model, ``PlanDoesNotFitError`` where it does not fit the
     devices.
     """
+    machine = Machine.of(machine)
     program = plan if isinstance(plan, Program) else lower(Plan.of(plan), profile, machine)
     return run(program, profile, machine)
 
@@ -77,7 +79,7 @@ class Trainer:
         layers: LayerSequence,
         optimizer: "Optimizer",
         plan: Plan | str,
-        machine: Machine,
+        machine: Machine | str,
         *,
         profile: Profile | None = None,
         seed: int = 0,
@@ -94,6 +96,8 @@ class Trainer:
         from harmony_lab.runtime.optimizer import only_on_host
         from harmony_lab.runtime.runner import Runner
 
+        require_layers(layers, "Trainer")
+        machine = Machine.of(machine)
         given = plan = Plan.of(plan)
         self.notes: tuple[str, ...] = ()
         if max_grad_norm is not None:
@@ -220,12 +224,13 @@ class Trainer:
 
         Raises ``HarmonyError`` for a model that changes its state in eval mode too.
         """
-        return self._runner.evaluate(batch)
+        return self._runner.evaluate(single(batch, self.layers.flatten_batch))
 
     def verify(
         self, batches: Sequence[Any], *, tolerance: float | None = None, shortened: bool | None = None
     ) -> "Certificate":
-        """Train a step on each batch beside plain PyTorch, on copies of model and optimizer, and compare.
+        """Train a step on each batch (or on the one given) beside plain PyTorch, on copies of model and optimizer, and
+        compare.
 
         ``shortened``: with layers that repeat left out; None: where the host has no room for copies of all.
 
@@ -237,6 +242,7 @@ class Trainer:
         from harmony_lab.verification import Subject, verify
 
         self.finish()
+        batches = listed(batches, self.layers.flatten_batch)
         expected = self.forecast()
         subject = Subject(
             model=type(self.layers.model).__name__,
@@ -251,7 +257,7 @@ class Trainer:
             step_bytes=step_bytes(expected, self.layers, self.profile, self.plan.backward_microbatch_size),
             optimizer_state_bytes=expected.optimizer_state_bytes,
         )
-        return verify(fitting(subject, self.profile, shortened, self._waiting), list(batches), tolerance)
+        return verify(fitting(subject, self.profile, shortened, self._waiting), batches, tolerance)
 
     def forecast(self, *, accumulate: int = 1) -> Forecast:
         """What training takes of the devices' and the host's memory.  ``accumulate``: minibatches per update."""
@@ -288,6 +294,9 @@ class Trainer:
     def close(self) -> None:
         """End all threads, free the devices, give the parameters their own storage; safe to call twice."""
         self._runner.close()
+
+    def __repr__(self) -> str:
+        return f"<Trainer of {self.layers!r} on {self.machine}; step {self.step_count}; {self.plan}>"
 
     def __enter__(self) -> "Trainer":
         return self

@@ -18,6 +18,8 @@ _BINARY = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 _PER_SECOND = re.compile(r"\s*(/|p)s\s*$", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*[0-9]*\.?[0-9]+(?:e[0-9]+)?\s*", re.IGNORECASE)
+_SLOWEST = 1e6  # bytes per second: no link is slower
 _BITS = re.compile(r"[kKmMgGtT]i?b$|[bB]its?$")  # a lower-case b
 
 
@@ -33,10 +35,15 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_rate(text: str | float) -> float:
-    """Bytes per second from ``"12GB/s"``, ``"11.5 GiB/s"`` or a number."""
+    """Bytes per second from ``"12GB/s"``, ``"11.5 GiB/s"`` or a number; as a text that has to be a million or
+    more: ``"5"`` lacks its unit."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         return float(text)
     amount = _PER_SECOND.sub("", str(text))
+    if _NUMBER.fullmatch(amount) and float(amount) < _SLOWEST:
+        raise QuantityError(
+            f"a rate with its unit like '12GB/s' was expected, got {text!r}: write '{amount.strip()}GB/s'"
+        )
     if _BITS.search(amount):
         raise QuantityError(
             f"bytes per second like '12GB/s' were expected, {text!r} is in bits; divide by 8 and write 'B'"

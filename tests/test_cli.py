@@ -208,6 +208,7 @@ def test_the_ranking_shows_one_plan_of_each_shape(saved_profile: Path) -> None:
     shapes = list(zip(*(list(table.columns[i].cells) for i in (1, 2, 3)), strict=True))
     assert len(set(shapes)) == len(shapes) == len(set(_shapes(found)))
     assert next(iter(table.columns[0].cells)) == "0"
+    assert "Ranks (#) left out are of slower plans" in str(table.caption)
 
 
 def _shapes(found: SearchResult) -> list[tuple[Any, ...]]:
@@ -230,6 +231,8 @@ def test_what_is_not_possible_is_told_by_group(saved_profile: Path) -> None:
     assert whats[0] == "dp, microbatches of 0"
     assert whats[-2:] == ["and 3 more such", "2 plans, such as one in dp"]
     assert whys[-1] == "backward is too much"
+    everything = rejected_table(replace(found, rejected=()))
+    assert [list(column.cells) for column in everything.columns] == [["nothing that was tried"], ["all of it fits"]]
 
 
 def test_plan_that_cannot_fit_is_an_error_without_traceback(
@@ -240,6 +243,28 @@ def test_plan_that_cannot_fit_is_an_error_without_traceback(
     assert error.startswith("harmony-lab: ")
     assert "Traceback" not in error
     assert "1.00 KiB" in error
+
+
+@pytest.mark.parametrize("option", ["--json", "--save-plan"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(
+    saved_profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert main(["plan", str(saved_profile), option, str(tmp_path / "none" / "x.json")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"{option} {tmp_path / 'none' / 'x.json'}: there is no folder" in printed.err
+    assert main(["machine", "2x3090", "--json", str(tmp_path)]) == 2
+    assert "is a folder; give a file in it" in capsys.readouterr().err
+
+
+def test_what_is_assumed_of_a_machine_is_said_and_no_name_is_ignored(
+    saved_profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["machine", "2x3090"]) == 0
+    assert "host memory 256 GiB (assumed)" in capsys.readouterr().out
+    for command in (["machine", ""], ["plan", str(saved_profile), "--machine", ""]):
+        assert main(command) == 2
+        assert "'' is no machine: a GPU is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [None, "not json", '{"schema": "something else"}'])
@@ -263,6 +288,7 @@ def test_unreadable_profile_is_an_error_without_traceback(
         ["demo", "--devices", "two"],
         ["demo", "--memory", "lots"],
         ["demo", "--link", "fast"],
+        ["machine", "--link", "5"],
         ["demo", "--mode", "zz"],
     ],
 )

@@ -88,6 +88,26 @@ def test_every_gradient_is_forecast_where_updates_wait_for_all() -> None:
     assert deferred.optimizer_state_bytes == 0
 
 
+def test_gradients_are_held_once_where_some_steps_leave_their_updates_and_others_do_not() -> None:
+    model, layers = wide()
+    optimizer = torch.optim.AdamW(model.parameters())
+    reference = copy.deepcopy(model)
+    plain = torch.optim.AdamW(reference.parameters())
+    with Trainer(layers, optimizer, f"{PLANS['pp']} update=next", machine(), max_grad_norm=1.0) as trainer:
+        expected = trainer.forecast()
+        allowed = expected.host_bytes - expected.update_bytes - expected.emulated_bytes
+        for seed, leaves in enumerate((True, True, False, False, True, False)):
+            loss = trainer.step(batch(seed), leave_updates=leaves)
+            assert trainer.host_bytes <= 1.01 * allowed
+            plain.zero_grad()
+            in_plain = nn.functional.mse_loss(reference(batch(seed)[0]), batch(seed)[1])
+            in_plain.backward()
+            nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            plain.step()
+            assert loss == pytest.approx(in_plain.item(), rel=1e-4)
+    assert expected.gradient_bytes == pytest.approx(layers.trainable_bytes, rel=0.01)
+
+
 def test_a_profile_made_without_an_optimizer_is_no_excuse_to_forget_its_state() -> None:
     model, layers = wide()
     costs = profile(layers, machine(), microbatch_sizes=(1, 4), trials=1)

@@ -255,6 +255,17 @@ def test_without_an_optimizer_a_lab_plans_but_does_not_train() -> None:
     lab.close()
 
 
+def test_an_optimizer_that_cannot_train_pack_by_pack_is_refused_at_once() -> None:
+    model = small_model()
+    with pytest.raises(HarmonyError, match="LBFGS cannot update a model pack by pack"):
+        Lab(model, mlp_batch(8), torch.optim.LBFGS(model.parameters()), loss_fn=cross_entropy, minibatch_size=8)
+
+
+def test_a_report_into_no_folder_is_refused_with_its_name(lab: Lab, tmp_path: Path) -> None:
+    with pytest.raises(HarmonyError, match=r"there is no folder .*none; make it"):
+        lab.report(tmp_path / "none" / "report.html")
+
+
 def test_closed_lab_takes_no_work_and_says_so(lab: Lab) -> None:
     lab.close()
     with pytest.raises(HarmonyError, match="closed"):

@@ -60,7 +60,12 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("part", "message"),
-    [("update=maybe", "update= is jit, end or next, got 'maybe'"), ("minibatch=x", "takes whole numbers")],
+    [
+        ("update=maybe", "update= is jit, end or next, got 'maybe'"),
+        ("minibatch=x", "takes whole numbers"),
+        ("mirored", "'mirored' is unknown"),
+        ("peers=off", "peers= is unknown"),
+    ],
 )
 def test_a_part_that_is_off_is_named(part: str, message: str) -> None:
     name = part.split("=")[0]
@@ -174,6 +179,11 @@ def test_what_is_no_size_or_rate_is_refused() -> None:
     with pytest.raises(HarmonyError, match="'12Gbps' is in bits"):
         parse_rate("12Gbps")
     assert parse_rate("12GB/s") == 12e9
+    for text in ("5", "5/s", " 2.5"):
+        with pytest.raises(ValueError, match=r"write '.*GB/s'"):
+            parse_rate(text)
+    assert parse_rate(5) == parse_rate("5 B/s") == 5.0
+    assert parse_rate("2e9") == 2e9
 
 
 def test_numbers_people_read() -> None:

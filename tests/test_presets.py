@@ -32,7 +32,7 @@ def test_every_preset_is_found_by_the_name_that_torch_gives_it() -> None:
 
 
 def test_an_unknown_gpu_is_refused_with_those_there_are() -> None:
-    with pytest.raises(HarmonyError, match="called '4091'; there are 1080ti, 3090"):
+    with pytest.raises(HarmonyError, match="called '4091'; there are 1080ti, 3060, 3080"):
         gpu("4091")
 
 
@@ -124,7 +124,18 @@ def test_the_hosts_memory_may_be_a_limit() -> None:
 def test_the_hosts_size_may_be_given() -> None:
     host = preset_machine("2xt4, host 64GiB, 10 cores").host
     assert (host.memory_bytes, host.num_cores) == (64 * 2**30, 10)
-    assert preset_machine("2xt4").host.num_cores == 8
+    assert host.assumed is False
+    assumed = preset_machine("2xt4")
+    assert (assumed.host.num_cores, assumed.host_words) == (8, "256 GiB (assumed)")
+    assert Machine.from_json(assumed.to_json()) == assumed
+
+
+def test_a_machine_is_taken_as_it_is_or_by_its_text() -> None:
+    machine = Machine.preset("2x3080ti")
+    assert Machine.of(machine) is machine
+    assert Machine.of("2x3080ti") == machine
+    with pytest.raises(HarmonyError, match=r"a harmony_lab.Machine or a text like '4x4090', got a int"):
+        Machine.of(2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +150,12 @@ def test_the_hosts_size_may_be_given() -> None:
         ("2x4090, fast", "'fast' cannot be read"),
         ("2x4090 nvlink", "has no NVLink; leave 'nvlink' out, .* there for 3090, a6000"),
         ("2x4090, host 40Gb/s", "is in bits"),
+        ("2x3090 nvlonk", "'nvlonk' cannot be read .did you mean 'nvlink'"),
+        ("2x3090 64GiB", "the host's memory is 'host 64GiB'"),
+        ("2x3090 host 40", "'host 40' cannot be read;"),
+        ("2x3090, 1x4090", "GPUs of one kind, .* RTX 3090 and NVIDIA GeForce RTX 4090"),
+        ("2x3090+4090", "GPUs of one kind"),
+        ("1000000x3090", "1000000 GPUs; a machine has 1 to 64"),
     ],
 )
 def test_text_that_is_no_machine_is_refused(text: str, said: str) -> None:

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import ConvNet
 
@@ -33,7 +34,7 @@ def names() -> dict[str, Any]:
 def test_functions_run_as_shown() -> None:
     given = names()
     before = given["model"].head.weight.detach().clone()
-    exec(BLOCKS[1], given)
+    exec(BLOCKS[2], given)
     assert not given["model"].head.weight.equal(before)
     assert given["trace"].swap_bytes == given["trainer"].last_trace.swap_bytes
 
@@ -47,6 +48,15 @@ def test_notebook_cell_runs_as_shown() -> None:
     run.stop()
     given["lab"].close()
     assert run.losses
+
+
+def test_a_script_runs_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = names()
+    monkeypatch.chdir(tmp_path)
+    exec(BLOCKS[1].replace("steps=500", "steps=3"), given)
+    assert len(given["run"].losses) == 3
+    assert given["found"].best == given["lab"].result.best
+    assert (tmp_path / "report.html").exists()
 
 
 def test_documented_files_exist() -> None:

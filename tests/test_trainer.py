@@ -16,11 +16,13 @@ from harmony_lab.errors import HarmonyError, TrainingError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
+from harmony_lab.planner.search import search
 from harmony_lab.profiler.decompose import decompose
+from harmony_lab.profiler.estimate import estimate
 from harmony_lab.profiler.measure import profile
 from harmony_lab.profiler.randomness import reproducible_randomness
 from harmony_lab.runtime.runner import step_seed
-from harmony_lab.trainer import Trainer
+from harmony_lab.trainer import Trainer, simulate
 
 PLANS = {
     "one device": "dp minibatch=8 forward=2[0:2] backward=2[0:2,2:{n}] devices=0",
@@ -526,6 +528,30 @@ def test_a_wrong_gradient_is_found_and_named(gpt2: Case) -> None:
     assert set(victim.parameters) & {certificate["gradients"].where.split(",")[0]}
     assert "NOT OK  gradients" in str(certificate)
     assert "differs from" in certificate._repr_html_()
+
+
+def test_one_batch_is_taken_for_a_list_of_it_and_the_other_way_round(gpt2: Case) -> None:
+    with gpt2.trainer("one device", adamw(gpt2.model)) as trainer:
+        batch = gpt2.batch(8)
+        assert trainer.verify(batch).steps == 1
+        assert trainer.evaluate([batch]) == trainer.evaluate(batch)
+        with pytest.raises(HarmonyError, match="one minibatch was expected, got a list of 2"):
+            trainer.evaluate([batch, batch])
+        assert repr(trainer).startswith(f"<Trainer of {gpt2.layers!r} on 2 emulated: 2 devices")
+        assert repr(trainer).endswith(f"step 0; {trainer.plan}>")
+
+
+def test_a_machine_may_be_given_as_its_text_and_a_model_is_no_layers(gpt2: Case) -> None:
+    found = search(gpt2.costs, "2x3090", 8, modes=("dp",), shown=1)
+    assert found.best_trace.makespan_s == simulate(found.best, gpt2.costs, "2x3090").makespan_s
+    assert estimate(gpt2.layers, "2x3090").device == estimate(gpt2.layers, "3090").device
+    for use in (profile, estimate):
+        with pytest.raises(HarmonyError, match=rf"{use.__name__} takes the layers of a model, got a GPT2.*decompose"):
+            use(gpt2.model, "2x3090")
+    with pytest.raises(HarmonyError, match="Trainer takes the layers of a model, got a GPT2"):
+        Trainer(gpt2.model, adamw(gpt2.model), PLANS["dp"], "2x3090")  # type: ignore[arg-type]
+    with pytest.raises(HarmonyError, match="search takes a Profile, or several, got a LayerSequence"):
+        search(gpt2.layers, "2x3090", 8)  # type: ignore[arg-type]
 
 
 def test_a_certificate_reads_well(gpt2: Case) -> None:

@@ -1,15 +1,16 @@
 """The ``%harmony`` magic, and how a Lab, a Run and a Trace are shown once the extension is loaded."""
 
 import argparse
-import shlex
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
-from harmony_lab.arguments import add_machine, add_mode, add_precision, asked_machine, positive
+from harmony_lab.arguments import asked_machine, changed, described, emulated, preset_with
 from harmony_lab.errors import HarmonyError
+from harmony_lab.lab_arguments import check_kinds
+from harmony_lab.notebook.magic_words import COMMANDS, USAGE, Usage, parsers, words
 from harmony_lab.notebook.release import free
 from harmony_lab.notebook.traced_cell import TracedCell
 from harmony_lab.notebook.views import Views, held, named
@@ -19,41 +20,25 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "unload"]
 
-_HELP = """Plan and run the training of models that are larger than the devices at hand.
-
-    %harmony machine [PRESET]             the devices, memory and links found here, or those of a preset (4x4090);
-                                          with --devices N --memory SIZE --link RATE: emulated devices;
-                                          with --measure: what the links really carry (its .machine plans with that)
-    %harmony profile MODEL BATCH          seconds and bytes of every layer (without names: of the Lab's model)
-    %harmony lab MODEL BATCH OPTIMIZER    a new Lab and its dashboard (without names: the Lab there is)
-    %harmony plan [--mode dp]             the ranking of the Lab's plans
-    %harmony compare [A B]                two plans beside each other, by rank, name or text, or baselines such as
-                                          'dp, paged'; without names: all of them, in figures
-    %harmony launch LOADER                train with the chosen plan; returns at once
-    %harmony stop                         stop training; a step that has begun to update is finished first
-    %harmony report FILE                  write one HTML file with everything
-    %harmony free                         close every Lab and Trainer and give device memory back
-    %%harmony trace                       run the cell; show the last training step it took, as measured
-
-MODEL, BATCH, OPTIMIZER and LOADER are names in this notebook.  Options: --minibatch N, --loss NAME, --precision bf16
-and --machine NAME or PRESET with profile and lab, --steps N with launch, --lab NAME where there are several Labs.
-Each returns what it shows: run = %harmony launch loader
-"""
 _MAGIC = "harmony"
 
-_views: dict[Any, Views] = {}  # by shell
+_RANKS_SHOWN = 10
+
+_loaded: "dict[Any, tuple[Views, _Magic]]" = {}  # by shell
 
 
 def load(ipython: Any) -> None:
     """Register the magic, its completion and the views; imports nothing heavy."""
-    views = _views[ipython] = Views(ipython)
+    views = Views(ipython)
     magic = _Magic(ipython, views)
+    _loaded[ipython] = views, magic
     views.load()
+    ipython.events.register("post_run_cell", magic.after_cell)
 
     def harmony(line: str, cell: str | None = None) -> Any:
         return magic(line, cell)
 
-    harmony.__doc__ = _HELP
+    harmony.__doc__ = USAGE
     ipython.register_magic_function(harmony, "line_cell", _MAGIC)
     for prefix in ("%", "%%"):
         ipython.set_hook("complete_command", magic.complete, str_key=f"{prefix}{_MAGIC}")
@@ -61,61 +46,14 @@ def load(ipython: Any) -> None:
 
 def unload(ipython: Any) -> None:
     """Take it all away again; Labs that the user named are closed, and with them their runs."""
-    _views.pop(ipython).unload()
+    views, magic = _loaded.pop(ipython)
+    ipython.events.unregister("post_run_cell", magic.after_cell)
+    magic.let_go()
+    views.unload()
     for kind in ("line", "cell"):
         ipython.magics_manager.magics[kind].pop(_MAGIC, None)
     for prefix in ("%", "%%"):
         ipython.strdispatchers["complete_command"].strs.pop(f"{prefix}{_MAGIC}", None)
-
-
-# -- the parser -------------------------------------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors become one line in the cell instead of the end of the kernel."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%harmony: {message}; %harmony? shows the usage")
-
-
-_NAMES: Mapping[str, Sequence[str]] = {
-    "machine": (),
-    "profile": ("model", "batch"),
-    "plan": (),
-    "compare": ("a", "b"),
-    "lab": ("model", "batch", "optimizer"),
-    "launch": ("loader",),
-    "stop": (),
-    "report": ("file",),
-    "free": (),
-    "trace": (),
-}
-_MAY_LACK_NAMES = ("profile", "lab", "compare")
-_WITHOUT_LAB = ("machine", "free", "trace")
-
-
-def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser, and those of the commands by name."""
-    parser = _Parser(prog="%harmony", add_help=False)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    for name, names in _NAMES.items():
-        command = commands.add_parser(name, add_help=False, allow_abbrev=False)
-        for operand in names:
-            command.add_argument(operand, nargs="?" if name in _MAY_LACK_NAMES else None)
-        if name == "machine":
-            add_machine(command)
-        if name == "plan":
-            add_mode(command)
-        if name in ("profile", "lab"):
-            command.add_argument("--minibatch", type=positive)
-            command.add_argument("--machine")
-            command.add_argument("--loss")
-            add_precision(command)
-        if name == "launch":
-            command.add_argument("--steps", type=positive, default=100)
-        if name not in _WITHOUT_LAB:
-            command.add_argument("--lab", dest="lab_name")
-    return parser, commands.choices
 
 
 # -- the magic --------------------------------------------------------------------------------------------------------
@@ -126,12 +64,13 @@ class _Magic:
         self._ipython = ipython
         self._views = views
         self._made: weakref.ref[Lab] | None = None  # by the magic itself: it may have no name yet
+        self._kept: Lab | None = None  # it, as long as nobody else has it
 
     def __call__(self, line: str, cell: str | None = None) -> Any:
         """Run one command and return what it made.  A user's error is one message without a traceback."""
-        if not line.strip():
-            raise UsageError(f"%harmony: say what to do: {', '.join(_NAMES)}; %harmony? shows the usage")
-        arguments = _parser()[0].parse_args(_words(line))
+        if not line.strip(" ;"):
+            raise UsageError(f"%harmony: say what to do: {', '.join(COMMANDS)}; %harmony? shows the usage")
+        arguments = parsers()[0].parse_args(words(line))
         if (cell is not None) != (arguments.command == "trace"):
             cure = "a cell of its own starts with %%harmony trace" if cell is None else "it is written with one %"
             raise UsageError(f"%harmony {arguments.command}: {cure}; %harmony? shows the usage")
@@ -143,12 +82,27 @@ class _Magic:
         except HarmonyError as error:
             raise UsageError(_line(error)) from None
 
+    def after_cell(self, _: Any) -> None:
+        """A Lab that the cell has named or shown is theirs from here on."""
+        if self._kept is not None and self._is_held(self._kept):
+            self._kept = None
+
+    def let_go(self) -> None:
+        """Close the Lab that nobody else has."""
+        lab, self._kept = self._kept, None
+        if lab is not None and not self._is_held(lab):
+            lab.close()
+
+    def _is_held(self, lab: "Lab") -> bool:
+        others = (*self._views.open_labs(), *held(self._ipython.user_ns, ("harmony_lab.lab", "Lab")))
+        return lab.closed or any(lab is other for other in others)
+
     def complete(self, _: Any, event: Any) -> list[str]:
         """Commands first, then options and names of the notebook."""
         words = event.line.split()
         if len(words) < 2 or (len(words) == 2 and not event.line.endswith(" ")):
-            return list(_NAMES)
-        commands = _parser()[1]
+            return list(COMMANDS)
+        commands = parsers()[1]
         options = [] if words[1] not in commands else list(commands[words[1]]._option_string_actions)
         if words[-1].startswith("-") and not event.line.endswith(" "):
             dashes = event.symbol if event.symbol.startswith("-") else ""
@@ -167,14 +121,16 @@ class _Magic:
         if arguments.model is None:
             lab = self._lab_at_hand(arguments)
             return lab.profile or lab.measure()
-        model, batch = self._operands(arguments, "model", "batch")
+        model, batch, *optimizer = self._operands(arguments, "model", "batch", "optimizer")
         from harmony_lab.profiler.decompose import decompose
         from harmony_lab.profiler.measure import profile
 
         layers = decompose(model, batch, self._chosen_loss(arguments))
         size = arguments.minibatch or layers.example_sizes["batch"]
         machine, precision = self._chosen_machine(arguments), arguments.precision
-        return profile(layers, machine, None, precision=precision, minibatch_size=size)
+        used = optimizer[0] if optimizer else None
+        check_kinds(used, machine, None)
+        return profile(layers, machine, used, precision=precision, minibatch_size=size)
 
     def _lab(self, arguments: argparse.Namespace) -> Any:
         if arguments.model is None:
@@ -184,6 +140,7 @@ class _Magic:
         model, batch, *optimizer = self._operands(arguments, "model", "batch", "optimizer")
         if arguments.minibatch is None:
             raise UsageError("%harmony lab: how many samples has a minibatch? give --minibatch N")
+        self.let_go()
         made = Lab(
             model,
             batch,
@@ -193,7 +150,7 @@ class _Magic:
             machine=self._chosen_machine(arguments),
             precision=arguments.precision,
         )
-        self._made = weakref.ref(made)
+        self._made, self._kept = weakref.ref(made), made
         return made
 
     def _plan(self, arguments: argparse.Namespace) -> Any:
@@ -211,7 +168,11 @@ class _Magic:
         if arguments.a is None:
             from harmony_lab.notebook.contenders import contenders_frame
 
-            return contenders_frame(lab.result, lab.profile, lab.machine, lab.minibatch_size)
+            table = contenders_frame(lab.result, lab.profile, lab.machine, lab.minibatch_size)
+            count = len(lab.result.candidates)  # of its first rows; baselines follow
+            return (
+                table.drop(index=range(_RANKS_SHOWN, count)).reset_index(drop=True) if count > _RANKS_SHOWN else table
+            )
         if arguments.b is None:
             raise UsageError("%harmony compare: give two plans, by rank, name or text, or none to see all in figures")
         return Comparison(self._side(lab, arguments.a), self._side(lab, arguments.b))
@@ -243,7 +204,11 @@ class _Magic:
 
     def _launch(self, arguments: argparse.Namespace) -> Any:
         (loader,) = self._operands(arguments, "loader")
-        return self._lab_at_hand(arguments).launch(loader, arguments.steps)
+        lab = self._lab_at_hand(arguments)
+        return lab.launch(loader, arguments.steps, max_grad_norm=arguments.max_grad_norm)
+
+    def _help(self, _: argparse.Namespace) -> Any:
+        return Usage()
 
     def _stop(self, arguments: argparse.Namespace) -> Any:
         run = self._lab_at_hand(arguments).run
@@ -292,7 +257,7 @@ class _Magic:
     def _operands(self, arguments: argparse.Namespace, *names: str) -> list[Any]:
         """Values of the operands that were given."""
         given = [getattr(arguments, name) for name in names]
-        if arguments.command == "profile" and None in given:
+        if arguments.command == "profile" and given[1] is None:
             raise UsageError("%harmony profile: give MODEL and BATCH, or neither to profile the Lab's model")
         if arguments.command == "lab" and given[1] is None:
             raise UsageError("%harmony lab: give MODEL and BATCH, or neither to show the Lab there is")
@@ -314,16 +279,16 @@ class _Magic:
         return namespace[name]
 
     def _chosen_machine(self, arguments: argparse.Namespace) -> Any:
-        """A machine by its name in the notebook or a preset's; without either what is found here."""
+        """A machine by its name in the notebook or a preset's, or emulated as described; else what is found here."""
         from harmony_lab.machine import Machine
 
-        if not arguments.machine:
-            return Machine.detect()
+        if arguments.machine is None:
+            return emulated(arguments) if described(arguments) else Machine.detect()
         named = self._ipython.user_ns.get(arguments.machine)
         if isinstance(named, Machine):
-            return named
+            return changed(named, arguments)
         try:
-            return Machine.preset(arguments.machine)
+            return preset_with(arguments.machine, arguments)
         except HarmonyError as error:
             found = "there is none in this notebook" if named is None else f"here it is a {type(named).__name__}"
             raise UsageError(
@@ -368,10 +333,3 @@ def _line(error: HarmonyError) -> str:
     """Its text in one line: what is wrong, then all that is."""
     first, *rest = (line.strip().removeprefix("- ") for line in str(error).splitlines())
     return f"{first} {'; '.join(rest)}".strip()
-
-
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as error:
-        raise UsageError(f"%harmony: {error}; close the quotation") from None

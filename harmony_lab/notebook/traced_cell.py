@@ -16,19 +16,21 @@ class TracedCell:
 
     def __init__(self, found: Callable[[], Iterable[Any]]) -> None:
         self._found = found
-        self._before = {id(thing): (thing, _trace(thing)) for thing in found()}
+        self._before = {id(thing): (thing, _trace(thing), getattr(thing, "run", None)) for thing in found()}
 
     def traces(self) -> list[Trace]:
         """The measured iterations of trainers and runs that took a step since.
 
-        A Lab's run that is under way is waited for; where it fails, its ``TrainingError`` is raised.
+        A Lab's run that is under way is waited for; where one fails that the cell launched, or waited for, its
+        ``TrainingError`` is raised.
         """
         traces: list[Trace] = []
         for thing in self._found():
-            if hasattr(thing, "run") and thing.run is not None and thing.run.active:
-                thing.run.wait()
+            _, old, run_before = self._before.get(id(thing), (None, None, None))
+            run = getattr(thing, "run", None)
+            if run is not None and (run.active or run is not run_before):
+                run.wait()
             trace = _trace(thing)
-            old = self._before.get(id(thing), (None, None))[1]
             if trace is not None and trace is not old and not any(trace is other for other in traces):
                 traces.append(trace)
         return traces

@@ -95,13 +95,13 @@ Make = Callable[[int], Program | Needs]
 
 
 def baselines(
-    profile: Profile, machine: Machine, minibatch_size: int, *, names: Iterable[str] = BASELINES
+    profile: Profile, machine: Machine | str, minibatch_size: int, *, names: Iterable[str] = BASELINES
 ) -> tuple[Baseline, ...]:
     """The baselines for one iteration on that minibatch with all devices of the machine.
 
     Where one does not fit, or is not possible, its ``reason`` says so.
     """
-    setting = _Setting(profile, machine, minibatch_size)
+    setting = _Setting(profile, Machine.of(machine), minibatch_size)
     return tuple(setting.baseline(name) for name in names)
 
 

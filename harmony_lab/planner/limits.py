@@ -190,8 +190,9 @@ class Limits:
         return f"{times}: {needs}, the host has {format_bytes(self.host_bytes)}"
 
 
-def limits(profile: Profile, machine: Machine, plan: Plan | None = None) -> Limits:
+def limits(profile: Profile, machine: Machine | str, plan: Plan | None = None) -> Limits:
     """What the machine can take of models like this one; with a ``plan``, its use of the host's memory too."""
+    machine = Machine.of(machine)
     costs, budget = PackCosts(profile), min(machine.budgets)
     backward = _largest_microbatch(costs, budget, forward=False)
     host = None if plan is None else host_memory(lower(plan, profile, machine), profile, machine)

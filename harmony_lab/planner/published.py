@@ -49,6 +49,10 @@ def load_profile(path: str | Path) -> Profile:
 def _read(path: str | Path) -> Mapping[str, Any]:
     try:
         data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise HarmonyError(
+            f"{path} cannot be read: {error.strerror}; expected is a file that Profile.save wrote, or published tables"
+        ) from None
     except ValueError as error:
         raise HarmonyError(f"{path} is not a profile: it is no JSON ({error})") from None
     if not isinstance(data, dict):

@@ -195,10 +195,10 @@ class SearchResult:
         }
 
     def __repr__(self) -> str:
-        best = self.candidates[0]
+        best, count = self.candidates[0], len(self.candidates)
         return (
-            f"SearchResult: {len(self.candidates)} candidates, best {format_seconds(best.step_s)} an iteration "
-            f"({self.gap:.0%} above the lower bound): {best.plan}"
+            f"SearchResult: {count} candidate{'s' if count > 1 else ''}, best {format_seconds(best.step_s)} an "
+            f"iteration ({self.gap:.0%} above the lower bound): {best.plan}"
         )
 
     def _repr_html_(self) -> str:

@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], None]
 
 def search(
     profile: Profile | Sequence[Profile],
-    machine: Machine,
+    machine: Machine | str,
     minibatch_size: int,
     *,
     modes: Sequence[Mode | str] = (Mode.DP, Mode.PP),
@@ -39,6 +39,7 @@ def search(
     called after each candidate; what it raises ends the search.  Raises ``PlanDoesNotFitError`` where no plan fits,
     naming the layer that is too large, its bytes and the budget.
     """
+    machine = Machine.of(machine)
     if not isinstance(profile, Profile):
         return _in_all(profile, machine, minibatch_size, modes, switches, shown, progress)
     run = Exploration(profile, machine, minibatch_size, modes, switches or Switches(), shown)
@@ -62,6 +63,11 @@ def _in_all(
     progress: Progress | None,
 ) -> SearchResult:
     """One ranking of the plans found with each profile; one with which nothing fits is told among what was rejected."""
+    if not isinstance(profiles, Sequence) or not all(isinstance(profile, Profile) for profile in profiles):
+        raise HarmonyError(
+            f"search takes a Profile, or several, got a {type(profiles).__name__}: profile(layers, machine) makes one, "
+            "load_profile(path) reads one"
+        )
     if len({profile.precision for profile in profiles}) < len(profiles) or not profiles:
         given = ", ".join(str(profile.precision) for profile in profiles) or "none"
         raise PlanError("nothing to plan", [f"profiles must be of different precisions, at least one, got {given}"])
@@ -107,7 +113,7 @@ class _Counted:
 
 def searching(
     profile: Profile,
-    machine: Machine,
+    machine: Machine | str,
     minibatch_size: int,
     *,
     modes: Sequence[Mode | str] = (Mode.DP, Mode.PP),
@@ -115,6 +121,6 @@ def searching(
     shown: int = 16,
 ) -> Iterator[SearchResult]:
     """As ``search``, giving what has been found so far after every candidate; nothing where no plan fits."""
-    run = Exploration(profile, machine, minibatch_size, modes, switches or Switches(), shown)
+    run = Exploration(profile, Machine.of(machine), minibatch_size, modes, switches or Switches(), shown)
     for _ in run.advance():
         yield run.result()

@@ -80,10 +80,10 @@ def loss_of(output: Any) -> torch.Tensor:
                     "or under 'loss'"
                 )
             return candidate
-    shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    what = f"{output.ndim}-dimensional tensor" if isinstance(output, torch.Tensor) else type(output).__name__
     raise DecomposeError(
-        f"the model returned a {type(output).__name__}{shape} and no loss in it (a scalar tensor, or one under "
-        "'loss' or first): put labels into the example batch, or pass loss_fn and a batch of (inputs, targets)"
+        f"the model returned a {what} and no loss in it (a scalar tensor, or one under "
+        "'loss' or first): put labels into the example batch, or pass loss_fn= and a batch of (inputs, targets)"
     )
 
 

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import (
 
 from harmony_lab.costs import Cost, Profile
 from harmony_lab.errors import HarmonyError
-from harmony_lab.layers import LayerSequence
+from harmony_lab.layers import LayerSequence, require_layers
 from harmony_lab.machine import Machine
 from harmony_lab.precision import Precision
-from harmony_lab.presets import GPU, gpu
+from harmony_lab.presets import GPU, find, gpu
 from harmony_lab.profiler.bench import Bench, Phase, Seconds, Weight
 from harmony_lab.profiler.costing import Room, Sizes, assemble, costs_by_size, kinds_of, parameter_bytes
 from harmony_lab.profiler.gauges import Target
@@ -50,8 +50,8 @@ def estimate(
 ) -> Profile:
     """What ``profile`` would give on a device that is not at hand, without computing anything.
 
-    ``device``: a preset GPU, by name or as a record of ``harmony_lab.presets``, or a machine of them
-    (``Machine.preset("4x4090")``).  Layers may live on the meta device, so a model needs no memory.
+    ``device``: a preset GPU, by name or as a record of ``harmony_lab.presets``, or a machine of them, also by its text
+    (``"4x4090"``).  Layers may live on the meta device, so a model needs no memory.
 
     Bytes are those of the ops that run, on tensors without data, as exact as measured ones but for what kernels of
     attention and of recurrent layers (LSTM) keep for themselves.  Seconds: every op takes the longer of its
@@ -70,6 +70,7 @@ def estimate(
     What runs in bf16 does so at the GPU's rate for it; which ops do, and so bytes, follows autocast's lists for the
     CPU: on a GPU norms and softmaxes run in fp32, and save more.
     """
+    require_layers(layers, "estimate")
     if optimizer is not None:
         PackOptimizer(optimizer, layers)
     if efficiency is not None and calibrate is not None:
@@ -107,6 +108,8 @@ def estimate(
 
 def _resolved(device: Machine | GPU | str) -> tuple[GPU, Room, int]:
     """(the GPU, what fits, threads that update on the host)."""
+    if not isinstance(device, GPU) and not (isinstance(device, str) and find(device)):
+        device = Machine.of(device)
     if isinstance(device, Machine):
         models = sorted({item.model for item in device.devices})
         if len(models) != 1 or not models[0]:

@@ -8,7 +8,7 @@ import torch
 
 from harmony_lab.costs import Cost, Profile
 from harmony_lab.errors import HarmonyError
-from harmony_lab.layers import LayerSequence
+from harmony_lab.layers import LayerSequence, require_layers
 from harmony_lab.machine import Backend, Machine
 from harmony_lab.precision import Precision
 from harmony_lab.profiler.bench import Bench, Seconds, Weight
@@ -30,7 +30,7 @@ _TRIALS_OF_KERNELS = 15  # of microseconds to a millisecond
 
 def profile(
     layers: LayerSequence,
-    machine: Machine,
+    machine: Machine | str,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     precision: Precision | str | None = None,
@@ -61,6 +61,8 @@ def profile(
     Raises ``PlanDoesNotFitError`` for a layer that does not fit even with the smallest microbatch, ``HarmonyError``
     for an optimizer that cannot be measured or a device that is not here, and whatever a layer raises.
     """
+    require_layers(layers, "profile")
+    machine = Machine.of(machine)
     if optimizer is not None:
         PackOptimizer(optimizer, layers)  # refuses by name what cannot train a model pack by pack
     if trials < 1:

@@ -1,8 +1,10 @@
 """The %harmony magic and how objects are shown, in an IPython shell without a front end."""
 
+import gc
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -102,6 +104,10 @@ def test_lab_and_profile_of_named_things(shell, lab, batches):
         ("lab net first --minibatch 8 --loss first", "'first' is a tuple; --loss is a function"),
         ("profile first first", "'first' is a tuple; MODEL is a torch.nn.Module"),
         ("plan --lab net", "'net' is a Linear; --lab is a Lab"),
+        ("launch loader --max-grad-norm -1", "a number above 0 was expected, got '-1'"),
+        ("lab net first --minibatch 8 --link 5", "write '5GB/s'"),
+        ("lab net first --minibatch 8 --machine ''", "'' is no machine"),
+        (";", "say what to do: machine, profile"),
     ],
 )
 def test_mistakes_are_one_line_with_the_cure(shell, batches, line, message):
@@ -157,11 +163,55 @@ def test_a_lab_for_a_preset_machine(shell, lab, batches):
     made.close()
 
 
+CHAINED = """
+%harmony lab net first adam --minibatch 8 --loss mse --devices 2 --memory 100KiB;
+%harmony launch batches --steps 1 --max-grad-norm 0.5;
+%harmony stop
+"""
+
+
+def test_a_lab_is_known_at_once_and_a_semicolon_is_no_word(shell, lab, batches):
+    mse = torch.nn.functional.mse_loss
+    shell.user_ns.update(net=lab.layers.model, first=batches[0], adam=lab.optimizer, mse=mse, batches=batches)
+    lab.close()
+    result = shell.run_cell(CHAINED)
+    assert result.success
+    assert isinstance(result.result, Run)
+    gc.collect()
+    made = harmony(shell, "lab;")  # still there, though nobody has named or shown it
+    assert made.machine.budgets == (100 * 2**10,) * 2
+    assert made.run is result.result
+    assert "update=next" in str(made.plan)  # clipped, as asked for
+    shell.run_cell("%harmony lab net first adam --minibatch 8 --loss mse")
+    assert made.closed
+
+
+def test_a_lab_that_got_a_name_is_kept_by_that_name_alone(shell, lab, batches):
+    shell.user_ns.update(net=lab.layers.model, first=batches[0], mse=torch.nn.functional.mse_loss)
+    shell.run_cell("mine = %harmony lab net first --minibatch 8 --loss mse")
+    made = weakref.ref(shell.user_ns["mine"])
+    shell.run_cell("mine = None")
+    gc.collect()
+    assert made() is None
+
+
+def test_the_usage_is_shown_and_a_profile_says_with_what_optimizer(shell, lab, batches):
+    assert "%harmony launch LOADER" in repr(harmony(shell, "help"))
+    mse = torch.nn.functional.mse_loss
+    shell.user_ns.update(net=lab.layers.model, first=batches[0], adam=lab.optimizer, mse=mse, box=lab.machine)
+    given = "--loss mse --machine box --memory 1MiB --devices 1"
+    assert "without an optimizer" in repr(harmony(shell, f"profile net first {given}"))
+    measured = harmony(shell, f"profile net first adam {given}")
+    assert "gradients and optimizer state" in repr(measured)
+    assert measured.optimizer_state_bytes
+
+
 def test_plans_are_compared_by_rank_name_and_text(shell, lab):
     shell.user_ns["lab"] = lab.prepare()
     shell.user_ns["mine"] = lab.result.best.with_(prefetch=0)
     table = harmony(shell, "compare")
-    assert len(table) == len(lab.result.candidates) + len(BASELINES)
+    assert len(lab.result.candidates) > 10
+    assert list(table["name"]) == [*(f"candidate {rank}" for rank in range(10)), *BASELINES]
     assert table["times_the_best"].min() == 1.0
     assert table[table["step_s"].isna()]["note"].str.len().gt(10).all()  # why a baseline is not possible
     assert "zero-infinity order" in repr(harmony(shell, "compare 0 'zero-infinity order'"))
@@ -181,7 +231,7 @@ def test_plans_are_compared_by_rank_name_and_text(shell, lab):
         ("compare 0 batches", "'batches' is a list; give a rank, a Plan"),
         ("compare 0 'dp minibatch=8'", "this is not a plan: 'dp minibatch=8': forward= is missing; backward="),
         ("compare 0 99999", "there is no rank 99999"),
-        ("report /nowhere/x.html", "cannot write '/nowhere/x.html': No such file"),
+        ("report /nowhere/x.html", "report /nowhere/x.html: there is no folder /nowhere"),
     ],
 )
 def test_mistakes_with_a_lab_are_one_line_too(shell, lab, batches, line, message):

@@ -467,6 +467,8 @@ def test_loss_that_is_no_mean_or_sum_is_refused_unless_declared() -> None:
 def test_model_without_a_loss_is_refused_with_the_cure() -> None:
     with pytest.raises(DecomposeError, match=r"no loss in it.*loss_fn"):
         decompose(gpt2(layers=2), {"input_ids": gpt2_batch(4)["input_ids"]})
+    with pytest.raises(DecomposeError, match="the model returned a 2-dimensional tensor and no loss in it"):
+        decompose(torch.nn.Linear(3, 2), {"input": torch.ones(4, 3)})
     with pytest.raises(DecomposeError, match=r"a batch is \(inputs, targets\)"):
         decompose(MLP(), mlp_batch(4)[0], functional.cross_entropy)
 

@@ -302,7 +302,7 @@ def test_sizes_reach_the_largest_that_fits() -> None:
 
 def test_a_device_that_is_not_here_is_measured_by_nobody() -> None:
     with pytest.raises(HarmonyError, match=r"use harmony_lab\.estimate"):
-        profile(linear(), Machine.preset("99x4090").with_(num_devices=99))
+        profile(linear(), Machine.preset("64x4090"))
 
 
 # VmHWM, since ru_maxrss survives exec and would count this process too.
