@@ -443,17 +443,18 @@ def test_a_page_that_is_loaded_later_shows_the_live_dashboard_too(shown):
     shown.back()
     shown.static_tells(shown.best)
     save(shown.page)
-    first, shown.page = shown.page, shown.page.context.new_page()
-    shown.page.set_viewport_size(first.viewport_size)
-    shown.open()
-    shown.lab.locator(".js-plotly-plot .main-svg").first.wait_for()
-    shown.comes_to(lambda: shown.plan, shown.best)
-    shown.slide("packs fetched ahead", 2)
-    shown.plan_becomes("prefetch=2")
-    Shown(first, shown.server).plan_becomes("prefetch=2")  # one kernel, one Lab
-    first.close()
-    shown.static_tells("prefetch=2")  # what this page would save
-    expect(shown.static).to_be_hidden()
+    later = Shown(shown.page.context.new_page(), shown.server, shown.problems, shown.best)
+    later.page.set_viewport_size(shown.page.viewport_size)
+    later.open()
+    later.lab.locator(".js-plotly-plot .main-svg").first.wait_for()
+    later.comes_to(lambda: later.plan, shown.best)
+    later.slide("packs fetched ahead", 2)
+    later.plan_becomes("prefetch=2")
+    shown.plan_becomes("prefetch=2")  # one kernel, one Lab
+    later.static_tells("prefetch=2")  # what this page would save
+    expect(later.static).to_be_hidden()
+    later.page.close()
+    shown.page.bring_to_front()
     shown.back()
 
 
