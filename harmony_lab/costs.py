@@ -63,13 +63,15 @@ class Emulation(NamedTuple):
     """What emulated devices take beside the work itself, as the host runs them.
 
     ``compute_s``, ``transfer_s``: of a core, for each computing op and each transfer.  ``waking_s``: until an op that
-    waited for another stream starts.  ``copied_bytes_per_s``: how fast one core copies.
+    waited for another stream starts.  ``copied_bytes_per_s``: how fast one core copies.  ``kernels_slowed``: how many
+    times as long kernels take where several devices compute, though each has a core.
     """
 
     compute_s: float
     transfer_s: float
     waking_s: float
     copied_bytes_per_s: float
+    kernels_slowed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

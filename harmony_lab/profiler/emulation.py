@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class _Size(NamedTuple):
 
 _TINY = _Size(32, 1)  # kernels that take next to nothing
 _USUAL = _Size(256, 64)  # kernels of about a millisecond
+_LARGE = _Size(256, 384)  # kernels that take most of the time
 
 _MICROBATCHES = 8
 _STEPS, _WARM_UP = 9, 2
@@ -53,8 +54,9 @@ def emulation_of(machine: Machine, costs_of: CostsOf, *, anew: bool = False) -> 
     """None for real devices.  Measured once per number of devices, and where it is asked for ``anew``.  ``costs_of``:
     profiles layers, without this.
 
-    What one op takes is seen on one device.  Several share the interpreter and the cores: how much longer that takes
-    beyond what the simulator says of shared cores is seen on all of them at once, and taken for every op.
+    What one op takes is seen on one device.  Several share the interpreter, the cores and the memory, and wait for
+    whichever is late: how much longer that takes than the simulator says of shared cores is seen on all of them at
+    once, with small kernels for what an op takes beside them, with large ones for the kernels.
     """
     if any(device.backend is not Backend.EMULATED for device in machine.devices):
         return None
@@ -83,8 +85,8 @@ def _measured(num_devices: int, costs_of: CostsOf) -> Emulation:
     )
     if num_devices == 1:
         return emulation
-    together, costs = _run(num_devices, _USUAL, costs_of)
-    return _slowed(emulation, together, costs)
+    slowed = _slowed(*_run(num_devices, _USUAL, costs_of), partial(_with_slower_ops, emulation))
+    return _slowed(*_run(num_devices, _LARGE, costs_of), partial(_with_slower_kernels, slowed))
 
 
 def _run(num_devices: int, size: _Size, costs_of: CostsOf) -> tuple[list[Trace], Profile]:
@@ -104,23 +106,28 @@ def _run(num_devices: int, size: _Size, costs_of: CostsOf) -> tuple[list[Trace],
     return traces[_WARM_UP:], costs_of(layers, machine, size.samples)
 
 
-def _slowed(emulation: Emulation, traces: Sequence[Trace], costs: Profile) -> Emulation:
-    """With ops that take as many times as long as makes the simulator agree with these."""
+def _with_slower_ops(emulation: Emulation, factor: float) -> Emulation:
+    return emulation._replace(compute_s=factor * emulation.compute_s, transfer_s=factor * emulation.transfer_s)
+
+
+def _with_slower_kernels(emulation: Emulation, factor: float) -> Emulation:
+    return emulation._replace(kernels_slowed=factor)
+
+
+def _slowed(traces: Sequence[Trace], costs: Profile, slower: Callable[[float], Emulation]) -> Emulation:
+    """Slower by the factor, at least 1, that makes the simulator agree with these."""
     measured_s = statistics.median(trace.makespan_s for trace in traces)
     low, high = 1.0, _MOST_SLOWED
-
-    def by(factor: float) -> Emulation:
-        return emulation._replace(compute_s=factor * emulation.compute_s, transfer_s=factor * emulation.transfer_s)
-
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        simulated_s = makespan_s(traces[0].program, replace(costs, emulation=by(middle)), traces[0].machine)
+        simulated_s = makespan_s(traces[0].program, replace(costs, emulation=slower(middle)), traces[0].machine)
         low, high = (middle, high) if simulated_s < measured_s else (low, middle)
-    return by((low + high) / 2)
+    return slower((low + high) / 2)
 
 
 def _program(layers: LayerSequence, num_devices: int, num_samples: int) -> Program:
-    """Every device runs its microbatches one after the other, each from its inputs to its loss; nothing is updated."""
+    """Every device runs its microbatches one after the other, each from its inputs to its loss, once the device before
+    has ended the one before, as where devices hand each other their results; nothing is updated."""
     layouts = Layouts(layers)
     flat = {kind: layouts.of(kind, _WHOLE).num_bytes for kind in (TensorKind.WEIGHT, TensorKind.GRADIENT)}
     blocks: list[Block] = []
@@ -134,19 +141,25 @@ def _program(layers: LayerSequence, num_devices: int, num_samples: int) -> Progr
         ops.append(Op(kind, device, stream, _WHOLE, samples, **lists))
         return len(ops) - 1
 
+    states: list[tuple[int, int]] = []
+    computed: list[list[int]] = []
     for device in range(num_devices):
         weight = block(TensorKind.WEIGHT, device, _WHOLE, _NO_SAMPLES, flat[TensorKind.WEIGHT])
         gradient = block(TensorKind.GRADIENT, device, _WHOLE, _NO_SAMPLES, flat[TensorKind.GRADIENT])
         came = op(OpKind.SWAP_IN, device, Stream.SWAP_IN, _NO_SAMPLES, writes=(weight,))
-        computed = [came, came]
-        edges = [(device * _MICROBATCHES + number) * num_samples for number in range(_MICROBATCHES + 1)]
-        num_bytes = sum(spec.num_bytes(num_samples) for spec in layers.batch)
-        for number, sample in enumerate(pairwise(edges)):
+        states.append((weight, gradient))
+        computed.append([came, came])
+    num_bytes = sum(spec.num_bytes(num_samples) for spec in layers.batch)
+    for number in range(_MICROBATCHES):
+        before = [ops_of[-1] for ops_of in computed]
+        for device, (weight, gradient) in enumerate(states):
+            first = (device * _MICROBATCHES + number) * num_samples
+            sample = (first, first + num_samples)
             inputs = block(TensorKind.INPUT, device, _WHOLE, sample, num_bytes)
             loss = block(TensorKind.ACTIVATION, device, (2, 2), sample, 4)
             saved = block(TensorKind.SAVED, device, _WHOLE, sample, 2**23)
             there = block(TensorKind.ACTIVATION, -1, (2, 2), sample, 4)
-            room = (computed[-2],)  # for two at a time
+            room = (computed[device][-2],)  # for two at a time
             came = op(OpKind.SWAP_IN, device, Stream.SWAP_IN, sample, writes=(inputs,), after=room)
             forward = op(
                 OpKind.FORWARD,
@@ -155,14 +168,14 @@ def _program(layers: LayerSequence, num_devices: int, num_samples: int) -> Progr
                 sample,
                 reads=(weight, inputs),
                 writes=(loss, saved),
-                after=(came,),
+                after=tuple(sorted({before[device - 1], came})),
             )
             out = {"reads": (loss,), "writes": (there,), "frees": (loss,), "after": (forward,)}
             op(OpKind.SWAP_OUT, device, Stream.SWAP_OUT, sample, **out)
             sums = {"reads": (weight, inputs, saved), "writes": (gradient,)}
             if number:
                 sums = {"reads": (weight, gradient, inputs, saved)}
-            computed.append(op(OpKind.BACKWARD, device, Stream.COMPUTE, sample, frees=(inputs, saved), **sums))
+            computed[device].append(op(OpKind.BACKWARD, device, Stream.COMPUTE, sample, frees=(inputs, saved), **sums))
     return Program(
         minibatch_size=num_devices * _MICROBATCHES * num_samples,
         num_layers=2,

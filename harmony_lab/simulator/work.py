@@ -104,7 +104,7 @@ def _add_emulation(
     on_cores_s[moves] = emulation.transfer_s + copied[moves] / emulation.copied_bytes_per_s
     threads[moves] = 1.0
     works = emulated & (ops.kind <= _UPDATE)
-    on_cores_s[works] += emulation.compute_s
+    on_cores_s[works] = emulation.kernels_slowed * on_cores_s[works] + emulation.compute_s
     tail_s[moves | works] += emulation.waking_s
 
 

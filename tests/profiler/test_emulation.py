@@ -1,6 +1,8 @@
 """What emulated devices take beside kernels and links: measured, kept in the profile, simulated."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from harmony_lab.plan import Plan
 from harmony_lab.planner.lower import lower
 from harmony_lab.profiler import emulation
 from harmony_lab.profiler.measure import _costs_of, profile
+from harmony_lab.program import OpKind
 from harmony_lab.simulator.engine import run
 
-EMULATION = Emulation(compute_s=0.002, transfer_s=0.003, waking_s=0.0005, copied_bytes_per_s=1e9)
+EMULATION = Emulation(compute_s=0.002, transfer_s=0.003, waking_s=0.0005, copied_bytes_per_s=1e9, kernels_slowed=1.5)
 PLAN = Plan.parse("pp minibatch=2 forward=2[] backward=2[0:4] devices=0")
 
 
@@ -48,7 +51,7 @@ def test_ops_of_emulated_devices_take_their_part_of_a_core_too() -> None:
             copied_s = 0.003 + sum(part.num_bytes for part in program.transfers(number)) / 1e9
             assert after == pytest.approx(max(before, copied_s) + 0.0005), op
         else:
-            assert after == pytest.approx(before + 0.002 + 0.0005), op
+            assert after == pytest.approx(1.5 * before + 0.002 + 0.0005), op
 
 
 def test_real_devices_are_simulated_without() -> None:
@@ -61,10 +64,26 @@ def test_real_devices_are_simulated_without() -> None:
     assert emulated.end_s[transfers].tolist() == plain.end_s[transfers].tolist()
 
 
-def test_several_devices_are_slowed_until_the_simulator_agrees() -> None:
+@pytest.mark.parametrize(
+    ("slower", "like"),
+    [
+        (emulation._with_slower_ops, EMULATION._replace(compute_s=0.006, transfer_s=0.009)),
+        (emulation._with_slower_kernels, EMULATION._replace(kernels_slowed=3.0)),
+    ],
+)
+def test_several_devices_are_slowed_until_the_simulator_agrees(
+    slower: Callable[[Emulation, float], Emulation], like: Emulation
+) -> None:
     traces, costs = emulation._run(2, emulation._USUAL, _costs_of)
-    machine = traces[0].machine
-    slowed = EMULATION._replace(compute_s=3 * EMULATION.compute_s, transfer_s=3 * EMULATION.transfer_s)
-    as_if_measured = run(traces[0].program, replace(costs, emulation=slowed), machine)
-    found = emulation._slowed(EMULATION, [as_if_measured], costs)
-    assert found == pytest.approx(slowed, rel=0.01)
+    as_if_measured = run(traces[0].program, replace(costs, emulation=like), traces[0].machine)
+    found = emulation._slowed([as_if_measured], costs, partial(slower, EMULATION))
+    assert found == pytest.approx(like, rel=0.01)
+
+
+def test_devices_wait_for_each_other_in_what_slows_them() -> None:
+    """What several devices lose is mostly waiting for whichever is late: a program without waiting would not see it."""
+    traces, _ = emulation._run(2, emulation._TINY, _costs_of)
+    program = traces[0].program
+    forwards = [op for op in program.ops if op.kind is OpKind.FORWARD]
+    awaited = {(op.device, program.ops[other].device) for op in forwards for other in op.after}
+    assert {(0, 1), (1, 0)} <= awaited
