@@ -4,11 +4,13 @@ import json
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harmony_lab.bench import chaos
+from harmony_lab.bench.scaling import speedup_of_two_processes
 from harmony_lab.bench.training import (
     SHAPES,
     Subject,
@@ -28,6 +30,7 @@ __all__ = ["bench_runtime", "to_json"]
 
 Progress = Callable[[int, int, str], None]
 _MINIBATCH, _MICROBATCH = 16, 4
+_SHARED_MINIBATCH = 32  # of two devices: eight microbatches each in PP, four in DP
 _WARM_UP = 3
 _OVERLAPPED = 0.8  # transfers of this share of the time that computing takes
 _UNBOUND_STEPS = 5  # whose median that time is: a single step on a busy host may take half as long again
@@ -45,14 +48,15 @@ def bench_runtime(
     ``overhead_vs_checkpoint``: one emulated device, a block to a pack, free links, against plain PyTorch with a
     checkpoint at every block, same microbatches, one thread for computing each; the median over the models.
     ``overhead_smallest``: of the smallest.  ``speedup_two_devices_*``: of two devices of one core each over one, the
-    largest model; ``predicted_speedup_*`` what the simulator says of it.  ``overlap_ratio``: a step whose transfers,
-    in or out, whichever are more, take 0.8 times as long as computing, over one with free links.  That is an average:
-    forward computes for a fifth of the time but needs two fifths of what comes in, so that links bind it, and
-    ``predicted_overlap_ratio`` says what this schedule allows.  ``overlap_ratio_every_phase`` is the same with links
-    on which transfers take at most 0.8 times as long as computing in forward and in backward each.  ``chaos_*``: see
-    ``bench.chaos``.
+    largest model; ``predicted_speedup_*`` what the simulator says of it, ``speedup_two_processes`` what two processes
+    that train plainly, each for itself, reach on this host.  ``overlap_ratio``: a step whose transfers,
+    one after the other, take 0.8 times as long as its computing, over one with free links; without overlap it would be
+    1.8.  ``overlap_ratio_busier_way``: where those in, or those out, whichever are more, take that long by themselves.
+    That is an average: forward computes for a fifth of the time but needs two fifths of what comes in, so that links
+    bind it.  ``overlap_ratio_every_phase``: where those in take at most 0.8 times as long as computing in forward and
+    in backward each.  ``predicted_overlap_*`` says what the schedule allows.  ``chaos_*``: see ``bench.chaos``.
     """
-    total = len(shapes) + 4
+    total = len(shapes) + 5
     overheads = {}
     for number, shape in enumerate(shapes):
         overheads[shape.name] = _overhead(Subject(shape, _MINIBATCH, _MICROBATCH), rounds)
@@ -63,10 +67,13 @@ def bench_runtime(
         "overhead_smallest": overheads[shapes[0].name],
         "overheads": overheads,
     }
+    work = shapes[-1], _SHARED_MINIBATCH, _MICROBATCH
     for number, mode in enumerate((Mode.PP, Mode.DP)):
-        speedup, predicted = _speedup(largest, mode, rounds)
+        speedup, predicted = _speedup(Subject(*work), mode, rounds)
         found |= {f"speedup_two_devices_{mode}": speedup, f"predicted_speedup_{mode}": predicted}
         progress(len(shapes) + 1 + number, total, f"two devices, {mode}")
+    found["speedup_two_processes"] = speedup_of_two_processes(*work, rounds)
+    progress(len(shapes) + 3, total, "two processes")
     found |= _overlap(largest, rounds)
     progress(total - 1, total, "overlap")
     failed = chaos.failures(chaos_plans, lambda done, plans, text: progress(total - 1, total, f"chaos {done}/{plans}"))
@@ -86,12 +93,13 @@ def _overhead(subject: Subject, rounds: int) -> float:
 def _speedup(subject: Subject, mode: Mode, rounds: int) -> tuple[float, float]:
     """Measured and predicted."""
     alone = Subject(subject.shape, subject.minibatch_size, subject.microbatch_size)
+    costs = subject.profile(emulated(2))
+    costs_alone = replace(costs, emulation=alone.profile(emulated(1), trials=1).emulation)
     with ExitStack() as stack:
         trainers = []
-        for one, count in ((alone, 1), (subject, 2)):
-            machine = emulated(count)
+        for one, count, known in ((alone, 1, costs_alone), (subject, 2, costs)):
             plan = layerwise_plan(one, Mode.DP if count == 1 else mode, count)
-            trainers.append(stack.enter_context(trainer(one, plan, machine, one.profile(machine))))
+            trainers.append(stack.enter_context(trainer(one, plan, emulated(count), known)))
         single, double = trainers
         predicted = single.predicted.makespan_s / double.predicted.makespan_s
         return alternating(lambda: double.step(subject.batch), lambda: single.step(alone.batch), rounds), predicted
@@ -110,8 +118,15 @@ def _overlap(subject: Subject, rounds: int) -> dict[str, float]:
             assert unbound.last_trace is not None
             traces.append(unbound.last_trace)
         phases = _phases(traces[_WARM_UP:])
-        whole = _Phase(num_bytes=_busier_way_bytes(traces[-1]), seconds=sum(phase.seconds for phase in phases))
-        for name, bounds in (("overlap_ratio", (whole,)), ("overlap_ratio_every_phase", (whole, *phases))):
+        seconds = sum(phase.seconds for phase in phases)
+        into, out = _moved_bytes(traces[-1])
+        busier = _Phase(num_bytes=max(into, out), seconds=seconds)
+        kinds = {
+            "overlap_ratio": (_Phase(num_bytes=into + out, seconds=seconds),),
+            "overlap_ratio_busier_way": (busier,),
+            "overlap_ratio_every_phase": (busier, *phases),
+        }
+        for name, bounds in kinds.items():
             rate = max(phase.num_bytes / (_OVERLAPPED * phase.seconds) for phase in bounds)
             with trainer(other, plan, emulated(1, link=rate), costs) as bound:
                 predicted = bound.predicted.makespan_s / unbound.predicted.makespan_s
@@ -121,7 +136,7 @@ def _overlap(subject: Subject, rounds: int) -> dict[str, float]:
 
 
 class _Phase(NamedTuple):
-    """``num_bytes`` come in for what computes for ``seconds``."""
+    """``num_bytes`` move, or come in, for what computes for ``seconds``."""
 
     num_bytes: int
     seconds: float
@@ -151,12 +166,11 @@ def _phases(traces: list[Trace]) -> tuple[_Phase, _Phase]:
     )
 
 
-def _busier_way_bytes(trace: Trace) -> int:
-    """Into the devices or out, whichever is more: links take both at once."""
+def _moved_bytes(trace: Trace) -> tuple[int, int]:
+    """Into the devices and out."""
     moved = trace.moved_bytes.items()
     into = sum(num_bytes for (source, _, _), num_bytes in moved if source == HOST)
-    out = sum(num_bytes for (_, destination, _), num_bytes in moved if destination == HOST)
-    return max(into, out)
+    return into, sum(num_bytes for (_, destination, _), num_bytes in moved if destination == HOST)
 
 
 def to_json(found: dict[str, Any], path: Path) -> None:

@@ -21,8 +21,9 @@ DEEP = replace(TINY, num_blocks=8, width=32)
 def test_runtime_reports_every_ratio_and_runs_the_chaos_plans_asked_for(tmp_path: Path) -> None:
     found = runtime.bench_runtime(chaos_plans=2, rounds=2, shapes=(TINY,))
     ratios = ("overhead_vs_checkpoint", "overhead_smallest", "speedup_two_devices_pp", "speedup_two_devices_dp")
-    overlaps = ("overlap_ratio", "predicted_overlap_ratio", "overlap_ratio_every_phase")
+    overlaps = ("overlap_ratio", "predicted_overlap_ratio", "overlap_ratio_busier_way", "overlap_ratio_every_phase")
     assert all(found[name] > 0 for name in (*ratios, *overlaps, "predicted_speedup_pp"))
+    assert found["speedup_two_processes"] > 0
     assert (found["chaos_plans"], found["chaos_failures"]) == (2, 0)
     runtime.to_json(found, tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())["overheads"].keys() == {"tiny"}
@@ -35,7 +36,9 @@ def test_every_transfer_in_and_all_computing_belong_to_one_phase() -> None:
         trace = ours.predicted
     forward, rest = runtime._phases([trace])
     assert 0 < forward.num_bytes < rest.num_bytes
-    assert forward.num_bytes + rest.num_bytes == runtime._busier_way_bytes(trace)
+    into, out = runtime._moved_bytes(trace)
+    assert forward.num_bytes + rest.num_bytes == into
+    assert into + out == trace.swap_bytes
     assert forward.seconds + rest.seconds == pytest.approx(trace.busy_s[0, Stream.COMPUTE])
     assert 0 < forward.seconds < rest.seconds
 
