@@ -335,6 +335,7 @@ def _bench_prediction(options: argparse.Namespace, console: Console) -> int:
         table.add_row(row["model"], row["plan"][:2], link, *seconds, f"{row['error']:.1%}", swapped)
     console.print(table)
     console.print(f"median error {found['median_error']:.1%}, worst {found['worst_error']:.1%}")
+    console.print(f"streams: {found['median_stream_error']:.1%}, {found['worst_stream_error']:.1%}")
     if options.json:
         to_json(found, options.json)
     return 0

@@ -21,6 +21,7 @@ Progress = Callable[[int, int, str], None]
 _MINIBATCH, _MICROBATCH = 16, 4
 _NUM_DEVICES = 2
 _WARM_UP = 2
+_BUSY = 0.1  # of a step
 LINKS = (20e9, 400e6, 100e6)  # bytes per second: computing binds, both, the link
 
 
@@ -34,7 +35,8 @@ def bench_prediction(
     """``rows``: a row per model, mode and link.  In each of the ``rounds`` a model is profiled anew and then trained,
     ``steps`` steps a row: what a row says is of the round whose measured step, over the predicted, is the median.
 
-    Errors are |measured / predicted - 1| of a step, measured the median of its round.
+    Errors are |measured / predicted - 1| of a step, measured the median of its round; ``*_stream_error`` the same of
+    how long a stream is busy, for those that should be during a tenth of the step or more.
     """
     found: list[list[dict[str, Any]]] = []
     total = rounds * len(shapes) * len(LINKS) * len(Mode)
@@ -50,13 +52,25 @@ def bench_prediction(
         found += of_shape
     rows = [_typical(several) for several in found]
     errors = [row["error"] for row in rows]
-    return {"median_error": statistics.median(errors), "worst_error": max(errors), "rows": rows}
+    of_streams = [error for row in rows for error in _stream_errors(row)]
+    return {
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "median_stream_error": statistics.median(of_streams),
+        "worst_stream_error": max(of_streams),
+        "rows": rows,
+    }
 
 
 def _typical(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """That with the median of measured over predicted, of an even number the lower one of the two."""
     ratios = [row["measured_s"] / row["predicted_s"] for row in rows]
     return rows[ratios.index(statistics.median_low(ratios))]
+
+
+def _stream_errors(row: dict[str, Any]) -> list[float]:
+    busy = [stream for stream in row["streams"].values() if stream["predicted_s"] >= _BUSY * row["predicted_s"]]
+    return [abs(stream["measured_s"] / stream["predicted_s"] - 1) for stream in busy]
 
 
 def _row(subject: Subject, plan: Plan, link: float, costs: Profile, steps: int) -> dict[str, Any]:

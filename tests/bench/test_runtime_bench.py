@@ -53,6 +53,7 @@ def test_prediction_reports_a_row_per_mode_and_link_with_exact_swap_bytes(tmp_pa
         assert row["error"] == pytest.approx(abs(row["measured_s"] / row["predicted_s"] - 1))
         assert row["streams"]["d1.compute"]["measured_s"] > 0
     assert found["worst_error"] == max(row["error"] for row in found["rows"])
+    assert 0 <= found["median_stream_error"] <= found["worst_stream_error"]
     prediction.to_json(found, tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())["rows"]
 

@@ -67,7 +67,7 @@ def test_real_devices_are_simulated_without() -> None:
 @pytest.mark.parametrize(
     ("slower", "like"),
     [
-        (emulation._with_slower_ops, EMULATION._replace(compute_s=0.006, transfer_s=0.009)),
+        (emulation._with_slower_ops, EMULATION._replace(compute_s=0.006)),
         (emulation._with_slower_kernels, EMULATION._replace(kernels_slowed=3.0)),
     ],
 )
