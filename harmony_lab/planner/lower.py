@@ -50,13 +50,19 @@ _OP_KINDS = tuple(OpKind)
 
 
 def lower(
-    plan: Plan, profile: Profile, machine: Machine, *, allow_overrun: bool = False, costs: PackCosts | None = None
+    plan: Plan | str,
+    profile: Profile,
+    machine: Machine | str,
+    *,
+    allow_overrun: bool = False,
+    costs: PackCosts | None = None,
 ) -> Program:
-    """The Program of one iteration under ``plan``.
+    """The Program of one iteration under ``plan``; it and the machine may be given as their texts.
 
     Raises ``PlanError`` where the plan does not suit the model or machine, and ``PlanDoesNotFitError`` where a device's
     memory does not suffice, unless ``allow_overrun``: then the Program exceeds its budgets (to be looked at, not run).
     """
+    plan, machine = Plan.of(plan), Machine.of(machine)
     validate(plan, profile, machine)
     made = chain(plan, profile, machine, costs or PackCosts(profile))
     return _program(plan, made, machine, allow_overrun)

@@ -23,6 +23,11 @@ def plan(mode: str = "pp", devices: tuple[int, ...] = (0, 1), **changes: object)
     return base.with_(devices=devices, **changes)
 
 
+def test_plan_and_machine_may_be_texts() -> None:
+    profile = toys.profile()
+    assert str(lower(str(plan()), profile, "2x3090")) == str(lower(plan(), profile, Machine.preset("2x3090")))
+
+
 def test_a_tied_parameter_is_updated_once_by_its_first_pack_with_both_gradients() -> None:
     profile = toys.profile(tied=True)
     program = lower(plan(), profile, toys.gpus(2))
