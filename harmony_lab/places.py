@@ -18,6 +18,7 @@ from harmony_lab.program import OP_CODES, TENSOR_CODES, BlockColumns, OpKind, Pr
 __all__ = ["Places", "Tensors", "left_gradients", "place", "waiting_at_most", "waiting_bytes"]
 
 _MOVING = [OP_CODES[kind] for kind in (OpKind.SWAP_IN, OpKind.SWAP_OUT, OpKind.RECV)]
+_IN_PARTS = [TENSOR_CODES[kind] for kind in (TensorKind.SAVED, TensorKind.OPTIMIZER)]  # of which some may go before
 _VALUES = [TENSOR_CODES[kind] for kind in (TensorKind.ACTIVATION, TensorKind.ACTIVATION_GRADIENT)]
 
 
@@ -48,7 +49,8 @@ class Places:
 
 
 def place(program: Program, tensors: Tensors, *, shared: bool = True) -> Places:
-    """A place for every block that a transfer writes, and for gradients.
+    """A place for every block that a transfer writes, and for gradients; not for what autograd saved or the optimizer
+    keeps, on a device.
 
     What layers compute lies where torch puts it.  So the memory with places, which is held from the first step to the
     last, and the most that lies beside it must fit the device's budget together, also where they have their most at
@@ -124,6 +126,7 @@ def _lives(program: Program) -> _Lives:
     adds_up = (by == OP_CODES[OpKind.BACKWARD]) & (blocks.kind[writes.block] == TENSOR_CODES[TensorKind.GRADIENT])
     placed = np.zeros(len(writer), dtype=np.bool_)
     placed[writes.block[np.isin(by, _MOVING) | adds_up]] = True
+    placed &= ~np.isin(blocks.kind, _IN_PARTS) | (blocks.device == HOST)
     placed[left_gradients(program)] = False
     return _Lives(placed, writer, freer)
 

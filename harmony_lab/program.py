@@ -40,7 +40,7 @@ What each op does:
 ``UPDATE``
     The optimizer's step for parameters whose gradients are complete.  On the host it reads host GRADIENT blocks and
     changes the store.  On a device it reads GRADIENT blocks and changes the WEIGHT and OPTIMIZER blocks it reads; the
-    runtime knows it where the OPTIMIZER blocks are resident and the WEIGHT blocks are swapped out after it.
+    runtime knows it where the WEIGHT blocks are swapped out after it, and the OPTIMIZER blocks too or all are resident.
 ``FREE``
     Releases blocks that several ops read last.
 """

@@ -53,9 +53,9 @@ def bench_baselines(
     return rows
 
 
-def to_json(rows: list[dict[str, Any]], path: str | Path) -> None:
-    """Write ``{"rows": [...]}``."""
-    Path(path).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+def to_json(rows: list[dict[str, Any]], measured: list[dict[str, Any]], path: str | Path) -> None:
+    """Write ``{"rows": [...], "measured": [...]}``; ``measured``: see ``bench_baseline_steps``."""
+    Path(path).write_text(json.dumps({"rows": rows, "measured": measured}, indent=1) + "\n")
 
 
 def _profiles(folder: Path) -> list[Profile]:

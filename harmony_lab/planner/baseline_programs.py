@@ -28,7 +28,7 @@ from harmony_lab.planner.pack import PackCosts
 from harmony_lab.planner.streaming import stream
 from harmony_lab.program import Program
 
-__all__ = ["Needs", "in_memory_program", "paged_program", "pipeline_units", "streaming_program"]
+__all__ = ["Needs", "in_memory_program", "paged_program", "pipeline_units", "runnable_program", "streaming_program"]
 
 _OPS_PER_LAYER = 6  # about; where it is more, memory for twice as many is taken
 _UNLIMITED = 2**62
@@ -92,11 +92,27 @@ def in_memory_program(
     pages = np.concatenate([np.arange(slot * rows, (slot + 1) * rows) for slot in kinds])
     pages = pages[run.pages[pages, paging.NUM_BYTES] > 0]
     made, p = run.emitted(_Settled(pages, np.zeros(len(pages), np.int64)), on_demand=False)
-    over = p.devices[:, paging.PEAK] - machine.budgets
-    if (over > 0).any():
-        device = int(np.argmax(over))
-        return Needs(size, device, int(p.devices[device, paging.PEAK]))
-    return _program(made, tables, machine, minibatch_size)
+    return _lacking(p, machine, size) or _program(made, tables, machine, minibatch_size)
+
+
+def runnable_program(
+    tables: LayerTables,
+    machine: Machine,
+    minibatch_size: int,
+    size: int,
+    recomputes: bool,
+    stages: Sequence[Pack],
+    units: Ints | None,
+    *,
+    on_demand: bool,
+) -> Program | Needs:
+    """The same, paged (``on_demand``) or in memory, as an iteration that the runtime can run: from empty devices, and
+    in the end all that was changed goes to the host (``layerwise``)."""
+    run = _Run(tables, machine, minibatch_size, size, recomputes, stages, units, ends_empty=True)
+    made, p = run.emitted(_Settled(*np.zeros((2, 0), np.int64)), on_demand=on_demand)
+    if made.counts[STATUS] == DOES_NOT_FIT:
+        return _needs(made, size, int(made.counts[FAILED_OP]))
+    return _lacking(p, machine, size) or _program(made, tables, machine, minibatch_size)
 
 
 def streaming_program(tables: LayerTables, machine: Machine, minibatch_size: int, size: int) -> Program | Needs:
@@ -112,6 +128,12 @@ def streaming_program(tables: LayerTables, machine: Machine, minibatch_size: int
         if made.counts[STATUS] == 0:
             return _program(made, tables, machine, minibatch_size)
     return _needs(made, size, int(made.ops[made.counts[FAILED_OP], START]))
+
+
+def _lacking(p: paging.Pager, machine: Machine, size: int) -> Needs | None:
+    over = p.devices[:, paging.PEAK] - machine.budgets
+    device = int(np.argmax(over))
+    return Needs(size, device, int(p.devices[device, paging.PEAK])) if over[device] > 0 else None
 
 
 def _needs(made: Construction, size: int, layer: int) -> Needs:
@@ -134,6 +156,8 @@ class _Run:
         recomputes: bool,
         stages: Sequence[Pack],
         units: Ints | None,
+        *,
+        ends_empty: bool = False,
     ) -> None:
         num_layers, count = len(tables.profile), machine.num_devices
         self.machine, self.units = machine, units
@@ -144,7 +168,7 @@ class _Run:
             devices = np.repeat(np.arange(len(stages)), [pack.stop - pack.start for pack in stages])[None]
             parts = Microbatches([(0, minibatch_size)], size)
         self.num_replicas = len(devices)
-        self.made, self.pages = tables.layerwise(parts, devices, recomputes)
+        self.made, self.pages = tables.layerwise(parts, devices, recomputes=recomputes, ends_empty=ends_empty)
         self.num_computed = 2 * num_layers * parts.count * self.num_replicas
 
     def emitted(self, settled: _Settled, *, on_demand: bool) -> tuple[Construction, paging.Pager]:

@@ -78,7 +78,9 @@ class LayerTables:
 
     # -- for layerwise ------------------------------------------------------------------------------------------------
 
-    def layerwise(self, parts: Microbatches, devices: Ints, recomputes: bool) -> tuple[layerwise.Layerwise, Ints]:
+    def layerwise(
+        self, parts: Microbatches, devices: Ints, *, recomputes: bool, ends_empty: bool
+    ) -> tuple[layerwise.Layerwise, Ints]:
         """Tables, and pages that are nowhere yet.  ``devices``: by (replica, layer)."""
         num_replicas, num_layers = devices.shape
         cells = self.cells(parts.sizes)
@@ -93,26 +95,32 @@ class LayerTables:
             ],
             axis=2,
         )
+        switches = [self.profile.first_trainable_layer, int(recomputes), int(ends_empty)]
+        kept = self._kept(cells, devices, shares_output=not recomputes and not ends_empty)
+        pages = np.concatenate([_state_pages(state, devices), _sample_pages(kept, parts, devices)])
+        workspace = [layer.largest_update_bytes if ends_empty else 0 for layer in self.profile.layers]
+        if ends_empty:
+            tied, received = _received(tied, pages)
+            pages = np.concatenate([pages, received])
         made = layerwise.Layerwise(
-            np.array([num_layers, num_replicas, parts.count, self.profile.first_trainable_layer, int(recomputes)]),
+            np.array([num_layers, num_replicas, parts.count, *switches]),
             parts.rows,
             of_layers,
             self.updates_buffers,
             owners,
             tied,
+            np.array(workspace, dtype=np.int64),
         )
-        return made, np.concatenate(
-            [_state_pages(state, devices), _sample_pages(self._kept(cells, devices, recomputes), parts, devices)]
-        )
+        return made, pages
 
-    def _kept(self, cells: Ints, devices: Ints, recomputes: bool) -> Ints:
+    def _kept(self, cells: Ints, devices: Ints, *, shares_output: bool) -> Ints:
         """By (size, layer, slot): bytes of the pages of a microbatch.
 
-        What a layer saves includes its output.  Where the next layer on the same device holds that too, and nothing is
-        recomputed, it is there once, as the next layer's input.
+        What a layer saves includes its output.  With ``shares_output``, where the next layer on the same device holds
+        that too, it is there once, as the next layer's input.
         """
         kept = cells[:, :-1, :4].copy()
-        if not recomputes:
+        if shares_output:
             here = np.flatnonzero(devices[0, 1:] == devices[0, :-1])
             shared = cells[:, here + 1, streaming.VALUE_BYTES]
             kept[:, here, streaming.SAVED_BYTES] = np.maximum(0, kept[:, here, streaming.SAVED_BYTES] - shared)
@@ -163,6 +171,20 @@ def _filled(rows: Sequence[Sequence[int]], num_rows: int) -> Ints:
     for i, row in enumerate(rows):
         table[i, : len(row)] = row
     return table
+
+
+def _received(tied: Ints, pages: Ints) -> tuple[Ints, Ints]:
+    """Rows of ``tied`` with, after each page but the first, the page that it becomes on the first one's device; and
+    those pages."""
+    rows: list[list[int]] = []
+    received: list[Ints] = []
+    for first, *others in ([page for page in row if page >= 0] for row in tied.tolist()):
+        rows.append([first])
+        for other in others:
+            rows[-1] += [other, len(pages) + len(received)]
+            received.append(pages[other].copy())
+            received[-1][paging.DEVICE] = pages[first, paging.DEVICE]
+    return _filled(rows, len(rows)), np.array(received, dtype=np.int64).reshape(-1, paging.NUM_PAGE_COLUMNS)
 
 
 def _state_pages(state: Ints, devices: Ints) -> Ints:

@@ -12,6 +12,11 @@
 
 Each is given the microbatch size, and the choice between recomputing layers and keeping what they save, that serve it
 best, and pipelines are cut where their stages take equal times.
+
+All but ``zero-infinity order`` are iterations in the middle of training: what is on the devices in the end is what the
+next one finds there.  ``baselines(..., runnable=True)`` gives iterations that ``Runner`` can run, to compare what is
+measured: they begin with empty devices, and in the end all that was changed goes to the host, so that the model and the
+optimizer's state are there after every step.  That costs up to a device's memory of traffic once per iteration.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,11 +33,13 @@ from harmony_lab.planner.baseline_programs import (
     in_memory_program,
     paged_program,
     pipeline_units,
+    runnable_program,
     streaming_program,
 )
 from harmony_lab.planner.baseline_tables import LayerTables
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.pack import PackCosts, partitions
+from harmony_lab.precision import Precision
 from harmony_lab.program import Program, TensorKind
 from harmony_lab.simulator.engine import makespan_s, run
 from harmony_lab.units import format_bytes, format_seconds
@@ -45,7 +52,7 @@ _SMALLER = 2 / 3  # than the one before
 _WORTHWHILE = 0.995  # a smaller one must be this much faster: it moves more
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Baseline:
     """One baseline: its program and what the simulator says of it, or why there is none.
 
@@ -77,6 +84,9 @@ class Baseline:
             f"(microbatches of {self.microbatch_size}, {how})"
         )
 
+    def __repr__(self) -> str:
+        return f"<Baseline {self}>"
+
     def _repr_html_(self) -> str:
         return f"<p>{escape(str(self))}</p>"
 
@@ -95,25 +105,32 @@ Make = Callable[[int], Program | Needs]
 
 
 def baselines(
-    profile: Profile, machine: Machine | str, minibatch_size: int, *, names: Iterable[str] = BASELINES
+    profile: Profile,
+    machine: Machine | str,
+    minibatch_size: int,
+    *,
+    names: Iterable[str] = BASELINES,
+    runnable: bool = False,
 ) -> tuple[Baseline, ...]:
     """The baselines for one iteration on that minibatch with all devices of the machine.
 
-    Where one does not fit, or is not possible, its ``reason`` says so.
+    Where one does not fit, or is not possible, its ``reason`` says so.  ``runnable``: with programs for
+    ``runtime.runner.Runner``, and what the simulator says of those (see the module's docstring).
     """
-    setting = _Setting(profile, Machine.of(machine), minibatch_size)
+    setting = _Setting(profile, Machine.of(machine), minibatch_size, runnable)
     return tuple(setting.baseline(name) for name in names)
 
 
 class _Setting:
-    def __init__(self, profile: Profile, machine: Machine, minibatch_size: int) -> None:
+    def __init__(self, profile: Profile, machine: Machine, minibatch_size: int, runnable: bool) -> None:
         self.profile, self.machine, self.minibatch_size = profile, machine, minibatch_size
+        self.runnable = runnable
         self.costs = PackCosts(profile)
         self.tables = LayerTables(profile, self.costs)
 
     def baseline(self, name: str) -> Baseline:
         is_dp = not name.startswith("pp")
-        problem = self._problem(is_dp)
+        problem = self._problem(is_dp) or self._not_runnable(name)
         if problem:
             return Baseline(name=name, reason=problem)
         sizes = self._sizes(is_dp=is_dp)
@@ -171,7 +188,10 @@ class _Setting:
         """Whether layers are recomputed, and how to make the program."""
         if name == "zero-infinity order":
             return [(True, lambda size: streaming_program(self.tables, self.machine, self.minibatch_size, size))]
-        make = in_memory_program if name.endswith("in memory") else paged_program
+        in_memory = name.endswith("in memory")
+        make = in_memory_program if in_memory else paged_program
+        if self.runnable:
+            make = partial(runnable_program, on_demand=not in_memory)
 
         def layerwise(recomputes: bool, size: int) -> Program | Needs:
             if not name.startswith("pp"):
@@ -216,6 +236,14 @@ class _Setting:
             return (
                 f"the profile starts at microbatches of {self.profile.microbatch_sizes[0]}; a minibatch of "
                 f"{self.minibatch_size} leaves a smaller rest"
+            )
+        return ""
+
+    def _not_runnable(self, name: str) -> str:
+        if self.runnable and name != "zero-infinity order" and self.profile.precision is not Precision.FP32:
+            return (
+                f"devices update the weights that they have, in {self.profile.precision} those are copies of masters "
+                "on the host: profile in fp32 to run it"
             )
         return ""
 

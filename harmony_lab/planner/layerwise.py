@@ -3,6 +3,11 @@
 Every layer runs on the device that has it: with data parallelism on all, each with its share of the minibatch, in a
 pipeline on one.  Gradients add up over the microbatches; the optimizer's step for all layers follows, on the devices.
 Compiled; ``baselines`` makes the tables.
+
+An iteration that ``ENDS_EMPTY`` is one that the runtime can run: in the end all that was changed goes to the host.  It
+keeps to the rules of the host's one store and of autograd: an update comes after all replicas have fetched what it
+changes; gradients of a parameter that layers on several devices share meet where the first of them is updated; a
+layer's output is there twice, for the next layer and as what autograd saved; the optimizer's temporaries are counted.
 """
 
 from typing import NamedTuple
@@ -13,46 +18,39 @@ from harmony_lab.compiled import Bool, Int, Ints, compiled
 from harmony_lab.planner.codes import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
-    ALL_REDUCE,
     BACKWARD,
     FORWARD,
     HOST_DEVICE,
     NONE,
-    ON_PEER_IN,
-    ON_PEER_OUT,
     ON_SWAP_OUT,
     RECOMPUTE,
-    RECV,
-    SEND,
     SWAP_OUT,
     UPDATE,
     ZERO,
 )
-from harmony_lab.planner.emit import OPS, STATUS, Construction, emit, free, read, wait, write
+from harmony_lab.planner.emit import STATUS, Construction, emit, free, read, wait, write
+from harmony_lab.planner.exchange import gather_gradients, pass_on, reduce_gradients
 from harmony_lab.planner.paging import (
-    BLOCK,
-    COMPUTED,
     DEVICE,
-    HOST_BLOCK,
+    FETCHED,
     NUM_BYTES,
     REDUCED_FIRST,
     REDUCED_LAST,
-    START,
-    STOP,
     Pager,
     begin,
     bring,
     change,
     compute,
     drop,
+    exists,
+    flush,
     fresh,
     hold,
-    make_room,
 )
 
 __all__ = ["Layerwise", "data_parallel", "pipeline"]
 
-NUM_LAYERS, NUM_REPLICAS, NUM_MICROBATCHES, FIRST_TRAINABLE, RECOMPUTES = 0, 1, 2, 3, 4  # of options
+NUM_LAYERS, NUM_REPLICAS, NUM_MICROBATCHES, FIRST_TRAINABLE, RECOMPUTES, ENDS_EMPTY = 0, 1, 2, 3, 4, 5  # of options
 # Pages are numbered: of state by (slot, replica, layer), then those of samples by (slot, replica, layer, microbatch).
 WEIGHTS, BUFFERS, GRADIENTS, OPTIMIZER_STATE = 0, 1, 2, 3
 INPUTS, VALUES, VALUE_GRADIENTS, SAVED_VALUES = 4, 5, 6, 7  # VALUES: of the boundary where the layer begins
@@ -65,7 +63,9 @@ class Layerwise(NamedTuple):
 
     ``microbatches``: by replica; the first of a replica that has fewer than others are empty.  ``cells``: by (size,
     layer); ``PASSED_BYTES`` is of the gradients of a layer's inputs.  ``owners``: by layer, earlier layers on the same
-    device whose parameters it shares; -1 fills up.  ``tied``: pairs of layers on different devices that share some.
+    device whose parameters it shares; -1 fills up.  ``tied``: rows of pages of gradients of layers on different devices
+    that share some; where the iteration ends empty, that of the first layer, then each of the others and the page that
+    it becomes on the first one's device.  ``update_workspace``: by layer.
     """
 
     options: Ints
@@ -74,6 +74,7 @@ class Layerwise(NamedTuple):
     updates_buffers: Ints
     owners: Ints
     tied: Ints
+    update_workspace: Ints
 
 
 # -- orders -----------------------------------------------------------------------------------------------------------
@@ -97,8 +98,12 @@ def data_parallel(c: Construction, p: Pager, r: Layerwise) -> None:
             if c.counts[STATUS] != 0:
                 return
     for layer in range(num_layers):
+        for q in range(num_replicas if r.options[ENDS_EMPTY] else 0):
+            _bring_to_update(c, p, r, q, layer)
         for q in range(num_replicas):
             _update(c, p, r, q, layer)
+    if r.options[ENDS_EMPTY]:
+        flush(c, p)
 
 
 @compiled
@@ -114,10 +119,12 @@ def pipeline(c: Construction, p: Pager, r: Layerwise, units: Ints) -> None:
                 _forward(c, p, r, ZERO, layer, j)
         if c.counts[STATUS] != 0:
             return
-    for i in range(len(r.tied)):
-        _reduce(c, p, r.tied[i, : (r.tied[i] >= 0).sum()])
+    for i in range(0 if r.options[ENDS_EMPTY] else len(r.tied)):
+        reduce_gradients(c, p, r.tied[i, : (r.tied[i] >= 0).sum()])
     for layer in range(r.options[NUM_LAYERS]):
         _update(c, p, r, ZERO, layer)
+    if r.options[ENDS_EMPTY]:
+        flush(c, p)
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------
@@ -191,7 +198,7 @@ def _forward(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int, j: Int
         drop(p, _of_sample(r, VALUES, q, layer, j))
     compute(c, p, FORWARD, device, layer, first, last, workspace)
     if output >= 0 and following < r.options[NUM_LAYERS]:
-        _pass_on(c, p, output, device, following, _of_sample(r, VALUES, q, following, j), first, last)
+        pass_on(c, p, output, device, following, _of_sample(r, VALUES, q, following, j), first, last)
     elif output >= 0:  # the loss
         read(c, output)
         write(c, ACTIVATION, HOST_DEVICE, following, following, first, last, cell[OUTPUT_BYTES])
@@ -227,7 +234,8 @@ def _backward(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int, j: In
     hold(p, _of_sample(r, SAVED_VALUES, q, layer, j))
     if following < r.options[NUM_LAYERS]:
         hold(p, _of_sample(r, VALUE_GRADIENTS, q, following, j))
-    keeps_output = not recomputes and _goes_on_here(p, r, q, layer)  # autograd saved it, once for both layers
+    shares_output = not recomputes and not r.options[ENDS_EMPTY]
+    keeps_output = shares_output and _goes_on_here(p, r, q, layer)  # autograd saved it, once for both layers
     if keeps_output:
         hold(p, _of_sample(r, VALUES, q, following, j))
     new_bytes = _hold_gradients(p, r, q, layer)
@@ -248,16 +256,11 @@ def _backward(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int, j: In
         drop(p, _of_sample(r, VALUE_GRADIENTS, q, following, j))
     if keeps_output:
         drop(p, _of_sample(r, VALUES, q, following, j))
-    if recomputes or not passes or not _goes_on_here(p, r, q, before):
+    if not shares_output or not passes or not _goes_on_here(p, r, q, before):
         drop(p, _of_sample(r, VALUES, q, layer, j))
     compute(c, p, BACKWARD, device, layer, first, last, cell[BACKWARD_WORKSPACE])
     if passed >= 0:
-        _pass_on(c, p, passed, device, layer, _of_sample(r, VALUE_GRADIENTS, q, layer, j), first, last)
-
-
-@compiled
-def _exists(p: Pager, page: Int) -> Bool:
-    return p.pages[page, BLOCK] >= 0 or p.pages[page, HOST_BLOCK] >= 0
+        pass_on(c, p, passed, device, layer, _of_sample(r, VALUE_GRADIENTS, q, layer, j), first, last)
 
 
 @compiled
@@ -268,7 +271,7 @@ def _hold_gradients(p: Pager, r: Layerwise, q: Int, layer: Int) -> Int:
         owner = layer if i < 0 else r.owners[layer, i]
         if owner >= 0:
             page = _state(r, GRADIENTS, q, owner)
-            if _exists(p, page):
+            if exists(p, page):
                 hold(p, page)
             else:
                 new_bytes += p.pages[page, NUM_BYTES]
@@ -281,52 +284,53 @@ def _add_gradients(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int) 
         owner = layer if i < 0 else r.owners[layer, i]
         if owner >= 0:
             page = _state(r, GRADIENTS, q, owner)
-            if _exists(p, page):
+            if exists(p, page):
                 change(c, p, page)
             else:
                 fresh(c, p, page)
 
 
 @compiled
-def _update(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int) -> None:
+def _bring_to_update(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int) -> None:
     gradients = _state(r, GRADIENTS, q, layer)
-    if c.counts[STATUS] != 0 or not _exists(p, gradients):
+    if c.counts[STATUS] != 0 or not exists(p, gradients):
         return
-    device = _device(p, r, q, layer)
-    weights, state = _state(r, WEIGHTS, q, layer), _state(r, OPTIMIZER_STATE, q, layer)
     begin(p)
-    hold(p, weights)
+    hold(p, _state(r, WEIGHTS, q, layer))
     hold(p, gradients)
-    hold(p, state)
-    bring(c, p, device, ZERO)
-    if c.counts[STATUS] != 0:
-        return
-    change(c, p, weights)
-    change(c, p, state)
-    drop(p, gradients)
-    for op in range(p.pages[gradients, REDUCED_FIRST], p.pages[gradients, REDUCED_LAST] + 1):
-        wait(c, op)
-    compute(c, p, UPDATE, device, layer, ZERO, ZERO, ZERO)
-
-
-# -- between devices --------------------------------------------------------------------------------------------------
+    hold(p, _state(r, OPTIMIZER_STATE, q, layer))
+    for i in range(len(r.tied) if r.options[ENDS_EMPTY] else 0):
+        if r.tied[i, 0] == gradients:
+            for received in r.tied[i, 2::2]:
+                hold(p, received)
+    bring(c, p, _device(p, r, q, layer), r.update_workspace[layer])
 
 
 @compiled
-def _pass_on(
-    c: Construction, p: Pager, block: Int, device: Int, boundary: Int, page: Int, first: Int, last: Int
-) -> None:
-    """Send a block to the device of that page, which it becomes."""
-    receiver = p.pages[page, DEVICE]
-    read(c, block)
-    sent = emit(c, SEND, device, ON_PEER_OUT, boundary, boundary, first, last)
-    begin(p)
-    make_room(c, p, receiver, p.pages[page, NUM_BYTES])
-    read(c, block)
-    free(c, block)
-    wait(c, sent)
-    fresh(c, p, page)
-    emit(c, RECV, receiver, ON_PEER_IN, boundary, boundary, first, last)
+def _update(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int) -> None:
+    gradients = _state(r, GRADIENTS, q, layer)
+    if c.counts[STATUS] != 0 or not exists(p, gradients):
+        return
+    ends_empty = r.options[ENDS_EMPTY]
+    for i in range(len(r.tied) if ends_empty else 0):
+        if r.tied[i, 0] == gradients:
+            gather_gradients(c, p, r.tied[i])
+    _bring_to_update(c, p, r, q, layer)
+    if c.counts[STATUS] != 0:
+        return
+    change(c, p, _state(r, WEIGHTS, q, layer))
+    change(c, p, _state(r, OPTIMIZER_STATE, q, layer))
+    drop(p, gradients)
+    for i in range(len(r.tied) if ends_empty else 0):
+        if r.tied[i, 0] == gradients:
+            for received in r.tied[i, 2::2]:
+                drop(p, received)
+    for op in range(p.pages[gradients, REDUCED_FIRST], p.pages[gradients, REDUCED_LAST] + 1):
+        wait(c, op)
+    for other in range(r.options[NUM_REPLICAS] if ends_empty else 0):
+        wait(c, p.pages[_state(r, WEIGHTS, other, layer), FETCHED])
+        wait(c, p.pages[_state(r, OPTIMIZER_STATE, other, layer), FETCHED])
+    compute(c, p, UPDATE, _device(p, r, q, layer), layer, ZERO, ZERO, r.update_workspace[layer])
 
 
 @compiled
@@ -334,30 +338,4 @@ def _reduce_replicas(c: Construction, p: Pager, r: Layerwise, layer: Int) -> Non
     pages = np.empty(r.options[NUM_REPLICAS], np.int64)
     for q in range(len(pages)):
         pages[q] = _state(r, GRADIENTS, q, layer)
-    _reduce(c, p, pages)
-
-
-@compiled
-def _reduce(c: Construction, p: Pager, pages: Ints) -> None:
-    """Leave the sum of these gradients on every device that has some."""
-    for page in pages:
-        if not _exists(p, page):
-            return
-        begin(p)
-        hold(p, page)
-        bring(c, p, p.pages[page, DEVICE], ZERO)
-    if c.counts[STATUS] != 0:
-        return
-    first = c.counts[OPS]
-    for page in pages:
-        for other in pages:
-            block = p.pages[other, BLOCK]
-            read(c, block)
-            wait(c, p.devices[p.pages[other, DEVICE], COMPUTED])
-        change(c, p, page)
-        row = p.pages[page]
-        emit(c, ALL_REDUCE, row[DEVICE], ON_PEER_IN, row[START], row[STOP], ZERO, ZERO)
-    for page in pages:
-        if p.pages[page, REDUCED_FIRST] < 0:
-            p.pages[page, REDUCED_FIRST] = first
-        p.pages[page, REDUCED_LAST] = c.counts[OPS] - 1
+    reduce_gradients(c, p, pages)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harmony_lab.compiled import Int, Ints, compiled
+from harmony_lab.compiled import Bool, Int, Ints, compiled
 from harmony_lab.planner.codes import (
     BUFFER,
     FREE,
@@ -44,13 +44,28 @@ from harmony_lab.planner.emit import (
     write,
 )
 
-__all__ = ["Pager", "begin", "bring", "change", "compute", "drop", "fresh", "hold", "make_room", "pager", "settle"]
+__all__ = [
+    "Pager",
+    "begin",
+    "bring",
+    "change",
+    "compute",
+    "drop",
+    "exists",
+    "flush",
+    "fresh",
+    "hold",
+    "make_room",
+    "pager",
+    "settle",
+]
 
 # columns of pages
 KIND, DEVICE, START, STOP, FIRST, LAST, NUM_BYTES = 0, 1, 2, 3, 4, 5, 6
 BLOCK, HOST_BLOCK, IS_CHANGED, STORED, OLDER, NEWER, HELD = 7, 8, 9, 10, 11, 12, 13
 REDUCED_FIRST, REDUCED_LAST = 14, 15  # the ops that reduce these gradients between devices
-NUM_PAGE_COLUMNS = 16
+FETCHED = 16  # the op that last brought it to its device
+NUM_PAGE_COLUMNS = 17
 CAPACITY, IN_USE, OLDEST, NEWEST, COMPUTED, PEAK = 0, 1, 2, 3, 4, 5  # of devices
 NUMBER, ON_DEMAND, NUM_HELD, NUM_DROPPED = 0, 1, 2, 3  # of counts
 _MOST_HELD = 256
@@ -72,7 +87,7 @@ class Pager(NamedTuple):
 
 def pager(pages: Ints, capacities: Ints, *, on_demand: bool) -> Pager:
     """No page is anywhere.  ``on_demand``: pages move when an op needs them, not while the ops before it run."""
-    pages[:, [BLOCK, HOST_BLOCK, STORED, OLDER, NEWER, HELD, REDUCED_FIRST]] = -1
+    pages[:, [BLOCK, HOST_BLOCK, STORED, OLDER, NEWER, HELD, REDUCED_FIRST, FETCHED]] = -1
     pages[:, [IS_CHANGED, REDUCED_LAST]] = 0, -2
     devices = np.full((len(capacities), 6), -1, dtype=np.int64)
     devices[:, CAPACITY] = capacities
@@ -187,8 +202,16 @@ def _fetch(c: Construction, p: Pager, page: Int) -> None:
     wait(c, row[STORED])
     if p.counts[ON_DEMAND]:
         wait(c, p.devices[device, COMPUTED])
-    emit(c, SWAP_IN, device, ON_SWAP_IN, start, stop, first, last)
+    row[FETCHED] = emit(c, SWAP_IN, device, ON_SWAP_IN, start, stop, first, last)
     _enter(p, page)
+
+
+@compiled
+def flush(c: Construction, p: Pager) -> None:
+    """Every page leaves, the oldest first."""
+    for device in range(len(p.devices)):
+        while p.devices[device, OLDEST] >= 0 and c.counts[STATUS] == 0:
+            _evict(c, p, p.devices[device, OLDEST])
 
 
 # -- ops --------------------------------------------------------------------------------------------------------------
@@ -222,6 +245,12 @@ def bring(c: Construction, p: Pager, device: Int, num_bytes: Int) -> None:
         if p.pages[p.held[i], BLOCK] < 0 and c.counts[STATUS] == 0:
             _fetch(c, p, p.held[i])
     make_room(c, p, device, num_bytes)
+
+
+@compiled
+def exists(p: Pager, page: Int) -> Bool:
+    """Whether it has content, on its device or on the host."""
+    return p.pages[page, BLOCK] >= 0 or p.pages[page, HOST_BLOCK] >= 0
 
 
 @compiled

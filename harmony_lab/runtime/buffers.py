@@ -7,6 +7,7 @@ from torch import Tensor
 
 from harmony_lab.errors import ProgramError
 from harmony_lab.layers import LayerSequence
+from harmony_lab.order import Order
 from harmony_lab.program import OpKind, Program, TensorKind
 
 __all__ = ["BufferUpdates", "check_buffers"]
@@ -25,12 +26,24 @@ class BufferUpdates:
         self._program = program
         self._layers = layers
         self._versions: dict[str, dict[int, Tensor]] = {}
+        self._again = _updated_again(program)
         self.written = not any(layer.updated_buffers for layer in layers.layers)
 
     def add(self, device: int, pack: tuple[int, int], buffers: Mapping[str, Tensor]) -> None:
         """A device's buffers after its microbatches of a pack, in host memory."""
         for name in self._layers.updated_buffers_of(*pack):
             self._versions.setdefault(name, {})[device] = buffers[name]
+
+    def bring_up_to_date(self, block: int, buffers: Mapping[str, Tensor]) -> None:
+        """Where that block is of buffers that its device has updated before and goes on to update, write the device's
+        versions over the user's in ``buffers``."""
+        device = self._again.get(block)
+        if device is None:
+            return
+        for name, present in buffers.items():
+            version = self._versions.get(name, {}).get(device)
+            if version is not None:
+                present.copy_(version)
 
     def apply(self) -> None:
         """Write the merged versions: all of them, or none where merging fails."""
@@ -68,7 +81,8 @@ def check_buffers(program: Program, layers: LayerSequence) -> None:
     """Raises ``ProgramError`` where a program would update a buffer in a way that cannot be merged."""
     devices: dict[str, list[int]] = {}
     violations: dict[str, None] = {}
-    for device, pack in _buffer_moves(program):
+    again = _updated_again(program)
+    for device, pack in _buffer_moves(program, without=again if _in_turn(program, again) else {}):
         for name in layers.updated_buffers_of(*pack):
             devices.setdefault(name, []).append(device)
             updating = _updating_layers(layers, name)
@@ -90,13 +104,46 @@ def check_buffers(program: Program, layers: LayerSequence) -> None:
         raise ProgramError("this program updates buffers in a way that cannot be merged", list(violations))
 
 
-def _buffer_moves(program: Program) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(device, pack) of every swap-out of buffers."""
-    for op in program.ops:
+def _buffer_moves(program: Program, *, without: Mapping[int, int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(device, pack) of every swap-out of buffers, but for those blocks."""
+    for _, index in _swapped_out(program):
+        if index not in without:
+            yield program.blocks[index].device, program.blocks[index].layers
+
+
+def _swapped_out(program: Program) -> Iterator[tuple[int, int]]:
+    """(op, block) of every swap-out of buffers."""
+    for number, op in enumerate(program.ops):
         if op.kind is OpKind.SWAP_OUT:
-            for block in (program.blocks[index] for index in op.reads):
-                if block.kind is TensorKind.BUFFER:
-                    yield op.device, block.layers
+            for index in op.reads:
+                if program.blocks[index].kind is TensorKind.BUFFER:
+                    yield number, index
+
+
+def _updated_again(program: Program) -> dict[int, int]:
+    """Blocks of buffers that leave their device after others of the same have left it; their devices."""
+    seen: set[tuple[int, tuple[int, int]]] = set()
+    again: dict[int, int] = {}
+    for _, index in _swapped_out(program):
+        block = program.blocks[index]
+        if (block.device, block.layers) in seen:
+            again[index] = block.device
+        seen.add((block.device, block.layers))
+    return again
+
+
+def _in_turn(program: Program, again: Mapping[int, int]) -> bool:
+    """Whether each of these is fetched after the one before it has left."""
+    if not again:
+        return True
+    order, last = Order(program), dict[tuple[int, tuple[int, int]], int]()
+    fetches = {index: number for number, op in enumerate(program.ops) for index in op.writes if index in again}
+    for number, index in _swapped_out(program):
+        key = program.blocks[index].device, program.blocks[index].layers
+        if index in again and (key not in last or not order.precedes(last[key], fetches[index])):
+            return False
+        last[key] = number
+    return True
 
 
 def _updating_layers(layers: LayerSequence, name: str) -> list[int]:

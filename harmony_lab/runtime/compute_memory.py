@@ -65,6 +65,7 @@ class ComputeMemory:
         self.usage = usage
         self.peak_bytes = 0
         self.account = Account(ledger, op)
+        self._ledger = ledger
         self.tracker = None if usage else MemoryTracker(self._allocated, self.account.released)
         self._charge_bytes = charge_bytes
         self._beside = beside
@@ -102,6 +103,22 @@ class ComputeMemory:
                     self.account.released(tensor.nbytes)
                 else:
                     self.tracker.forget(tensor)
+
+    def again(self, purpose: Op, tensors: Iterable[Tensor]) -> "ComputeMemory":
+        """The same, of what is kept and now is in these tensors, after it was elsewhere.
+
+        Raises ``DeviceMemoryError``, counting nothing.
+        """
+        memory = ComputeMemory(self._ledger, purpose, self.key, self.usage)
+        memory.peak_bytes = self.peak_bytes
+        if memory.tracker is None:
+            memory.account.allocated(sum(tensor.nbytes for tensor in tensors))
+        else:
+            memory.tracker.depends_on_data = self.varies
+            for tensor in tensors:
+                memory.tracker.count(tensor)
+        memory.account.become(TensorKind.SAVED)
+        return memory
 
     def keep(self) -> None:
         """What is alive now, of the op's own, is what layers keep for backward."""

@@ -12,9 +12,12 @@ from harmony_lab.layers import LayerSequence, padded
 from harmony_lab.machine import HOST
 from harmony_lab.places import Places, left_gradients, place
 from harmony_lab.program import Program, TensorKind
+from harmony_lab.runtime.absent import NONE_ABSENT, absent_parameters
 from harmony_lab.runtime.arena import Arena
 from harmony_lab.runtime.backend import Backend
-from harmony_lab.runtime.layout import Layouts
+from harmony_lab.runtime.device_updates import DeviceUpdates
+from harmony_lab.runtime.layout import Layout, Layouts
+from harmony_lab.runtime.loose import loose_blocks
 
 __all__ = ["BlockMemories", "BlockMemory", "DeviceMemory", "Flat", "Shapes", "Values"]
 
@@ -133,6 +136,9 @@ class BlockMemory:
     def __init__(self, program: Program, layers: LayerSequence, layouts: Layouts, memory: DeviceMemory) -> None:
         self.blocks = tuple(program.blocks)
         self.kinds = [block.kind for block in self.blocks]
+        self.updates = DeviceUpdates.of(program)
+        self.loose = loose_blocks(program)
+        self._absent = absent_parameters(program, layers, layouts)
         self._layers = layers
         self._layouts = layouts
         self._places: Places = place(program, layers, shared=memory.shared)
@@ -166,12 +172,21 @@ class BlockMemory:
             for index in [index for index in content if self.blocks[index].device == device]:
                 content.pop(index)
 
+    def layout(self, index: int) -> Layout:
+        """Of a WEIGHT, GRADIENT or BUFFER block."""
+        block = self.blocks[index]
+        return self._layouts.of(block.kind, block.layers, self.absent(index))
+
+    def absent(self, index: int) -> frozenset[str]:
+        """The parameters that a block of a layer lacks, see ``absent``."""
+        return self._absent.get(index, NONE_ABSENT)
+
     def flat(self, index: int) -> Flat:
         """With any content."""
         flat = self._flat.get(index)
         if flat is None:
             block = self.blocks[index]
-            layout = self._layouts.of(block.kind, block.layers)
+            layout = self.layout(index)
             memory = self._part(index, 0, layout.num_bytes).data
             flat = Flat(memory, layout.views(memory))
             if self._has_place(index):
@@ -197,6 +212,11 @@ class BlockMemory:
             if self._has_place(index):
                 self._values[index] = values
         return values
+
+    def saved_on_host(self, index: int, num_bytes: int) -> Tensor:
+        """Bytes of the host for what autograd saved: the block's place, unless there is more of it than was planned."""
+        planned = self.blocks[index].num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8) if num_bytes > planned else self._part(index, 0, planned)
 
     def _has_place(self, index: int) -> bool:
         return index in self._places.offsets or index in self._left

@@ -6,13 +6,16 @@ only passes through (a mask, a skip connection) costs nothing until the layer th
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from harmony_lab.layers import Layer, LayerCall, LayerSequence
 
 __all__ = [
+    "Root",
     "SavedLayer",
     "clone_updated_buffers",
     "own",
@@ -36,7 +39,16 @@ class SavedLayer:
     """
 
     inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor]
+    outputs: "dict[str, Tensor | Root]"
+
+
+class Root(NamedTuple):
+    """An output without its memory: where backward begins, and its form."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 # -- forward ------------------------------------------------------------------------------------------------------
@@ -182,7 +194,7 @@ def run_backward(
     if seed_gradient is not None:
         (loss,) = layers.boundaries[stop]
         if loss.name in saved[-1].outputs:
-            gradients[loss.name] = torch.full_like(saved[-1].outputs[loss.name], seed_gradient)
+            gradients[loss.name] = _full_like(saved[-1].outputs[loss.name], seed_gradient)
     without_path: dict[str, _Form] = {}
     while saved:
         layer = saved.pop()
@@ -200,11 +212,19 @@ def run_backward(
 def _run_layer_backward(layer: SavedLayer, gradients: dict[str, Tensor]) -> None:
     """Autograd of one layer, from the gradients of its outputs, which are dropped."""
     roots = [name for name in layer.outputs if name in gradients]
-    outputs = [layer.outputs[name] for name in roots]
+    outputs: list[Any] = [_beginning(layer.outputs[name]) for name in roots]
     output_gradients = [gradients.pop(name) for name in roots]
     layer.outputs.clear()
     if outputs:
         torch.autograd.backward(outputs, output_gradients)
+
+
+def _full_like(output: "Tensor | Root", value: float) -> Tensor:
+    return torch.full(output.shape, value, dtype=output.dtype, device=output.device)
+
+
+def _beginning(output: "Tensor | Root") -> Tensor | GradientEdge:
+    return output.edge if isinstance(output, Root) else output
 
 
 def _collect_gradients(layer: SavedLayer, gradients: dict[str, Tensor], without_path: dict[str, _Form]) -> None:

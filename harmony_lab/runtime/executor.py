@@ -3,14 +3,13 @@
 import math
 import random
 
-import numpy as np
-
-from harmony_lab.errors import ProgramError, StepCancelledError, TrainingError
-from harmony_lab.machine import HOST, Machine
-from harmony_lab.program import OP_CODES, TENSOR_CODES, OpKind, Program, TensorKind
+from harmony_lab.errors import StepCancelledError, TrainingError
+from harmony_lab.machine import Machine
+from harmony_lab.program import Program
 from harmony_lab.runtime.accelerator import out_of_memory_advice
 from harmony_lab.runtime.backend import Backend
 from harmony_lab.runtime.failures import Failure
+from harmony_lab.runtime.runnable import require_runnable
 from harmony_lab.runtime.step import Minibatch, Step, Training
 from harmony_lab.runtime.updates import Updates
 from harmony_lab.runtime.waits import Waits
@@ -55,7 +54,8 @@ class Executor:
         and the state of the weights; the devices are empty then, and the next call works.  ``KeyboardInterrupt`` ends
         the iteration the same way.  ``StepCancelledError``: see ``abort``.
         """
-        _require_runnable(program)
+        if id(program) not in self._waits:
+            require_runnable(program, training.layers)
         backend, ledgers = self._backend, training.ledgers
         waits = self._waits_of(program)
         if not self._interleaves:
@@ -116,34 +116,6 @@ class Executor:
     def close(self) -> None:
         """Join all threads."""
         self._workers.close()
-
-
-def _require_runnable(program: Program) -> None:
-    ops, blocks = program.op_columns, program.block_columns
-    swapped = np.isin(ops.kind, (OP_CODES[OpKind.SWAP_IN], OP_CODES[OpKind.SWAP_OUT]))
-    saved = blocks.kind == TENSOR_CODES[TensorKind.SAVED]
-    moved = np.zeros(len(saved), dtype=np.bool_)
-    moved[ops.reads[np.repeat(swapped, np.diff(ops.reads_end, prepend=0))]] = True
-    state = blocks.kind == TENSOR_CODES[TensorKind.OPTIMIZER]
-    stays = np.zeros(len(saved), dtype=np.bool_)
-    stays[list(program.resident)] = True
-    updates = (ops.kind == OP_CODES[OpKind.UPDATE]) & (ops.device != HOST)
-    changed = np.zeros(len(saved), dtype=np.bool_)
-    changed[ops.reads[np.repeat(updates, np.diff(ops.reads_end, prepend=0))]] = True
-    changed &= blocks.kind == TENSOR_CODES[TensorKind.WEIGHT]
-    lacking = {
-        "blocks but the optimizer's state that stay on a device between iterations": bool(
-            (stays & ~state & (blocks.device != HOST)).any()
-        ),
-        "the optimizer's state moved to a device and back": bool((state & ~stays).any()),
-        "weights updated on a device that do not go to the host": bool((changed & ~moved).any()),
-        "what forward saves for backward moved to the host": bool((saved & moved).any()),
-    }
-    if any(lacking.values()):
-        raise ProgramError(
-            "this program can be simulated, not run; train with a plan's program (planner.lower)",
-            [f"the runtime does not know {what}" for what, asked in lacking.items() if asked],
-        )
 
 
 def _error(failure: Failure, step: Step) -> TrainingError:

@@ -13,7 +13,7 @@ from harmony_lab.errors import HarmonyError, TrainingError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.program import TensorKind
 from harmony_lab.runtime.arena import Arena
-from harmony_lab.runtime.layout import Layout, Layouts
+from harmony_lab.runtime.layout import Layout, Layouts, Piece
 from harmony_lab.runtime.shadows import Shadows
 
 __all__ = ["HostStore", "PackReader"]
@@ -27,6 +27,9 @@ class _Run(NamedTuple):
     host_offset: int
     block_offset: int
     num_bytes: int
+
+    def ends_at(self, host_offset: int, block_offset: int) -> bool:
+        return (self.host_offset + self.num_bytes, self.block_offset + self.num_bytes) == (host_offset, block_offset)
 
 
 class HostStore:
@@ -118,16 +121,22 @@ class PackReader:
         self._store = store
         self._layers = layers
         self._layouts = layouts
-        self._runs: dict[tuple[int, int], list[_Run]] = {}
+        self._runs: dict[tuple[tuple[int, int], frozenset[str], bool], list[_Run]] = {}
 
-    def parts_of(self, pack: tuple[int, int]) -> list[tuple[Tensor, int]]:
+    def parts_of(
+        self, pack: tuple[int, int], absent: frozenset[str] = frozenset(), *, own: bool = False
+    ) -> list[tuple[Tensor, int]]:
         """The parameters of layers [start, stop), as devices get them: flat parts of host memory, each with its offset
         in the pack's block.  Called while the store is ``reading``.
+
+        ``absent``: those that the block lacks.  ``own``: without those that an earlier layer shares.
         """
-        layout = self._layouts.of(TensorKind.WEIGHT, pack)
-        runs = self._runs.get(pack)
+        layout = self._layouts.of(TensorKind.WEIGHT, pack, absent)
+        runs = self._runs.get((pack, absent, own))
         if runs is None:
-            runs = self._runs[pack] = _runs(self._store.moving, layout)
+            first = {name: min(self._layers.state[name].layers) for name in layout.by_name}
+            pieces = [piece for piece in layout.pieces if not own or first[piece.name] >= pack[0]]
+            runs = self._runs[pack, absent, own] = _runs(self._store.moving, pieces)
         if self._store.shadows is not None:
             self._store.shadows.wait_for(layout.by_name)
         memory = self._store.memory
@@ -142,12 +151,12 @@ class PackReader:
         return flat
 
 
-def _runs(whole: Layout, pack: Layout) -> list[_Run]:
+def _runs(whole: Layout, pieces: Iterable[Piece]) -> list[_Run]:
     runs: list[_Run] = []
-    for piece in pack.pieces:
+    for piece in pieces:
         host_offset, num_bytes = whole.by_name[piece.name].offset, piece.stop - piece.offset
         last = runs[-1] if runs else None
-        if last is not None and last.host_offset + last.num_bytes == host_offset:
+        if last is not None and last.ends_at(host_offset, piece.offset):
             runs[-1] = last._replace(num_bytes=last.num_bytes + num_bytes)
         else:
             runs.append(_Run(host_offset, piece.offset, num_bytes))

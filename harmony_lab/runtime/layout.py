@@ -89,14 +89,16 @@ class Layouts:
 
     def __init__(self, layers: LayerSequence) -> None:
         self._layers = layers
-        self._made: dict[tuple[TensorKind, tuple[int, int]], Layout] = {}
+        self._made: dict[tuple[TensorKind, tuple[int, int], frozenset[str]], Layout] = {}
 
-    def of(self, kind: TensorKind, pack: tuple[int, int]) -> Layout:
-        """The layout of a WEIGHT, GRADIENT (of trainable parameters) or BUFFER block of layers [start, stop)."""
-        layout = self._made.get((kind, pack))
+    def of(self, kind: TensorKind, pack: tuple[int, int], absent: frozenset[str] = frozenset()) -> Layout:
+        """The layout of a WEIGHT, GRADIENT (of trainable parameters) or BUFFER block of layers [start, stop), without
+        those that are ``absent``."""
+        layout = self._made.get((kind, pack, absent))
         if layout is None:
-            layout = self._made[kind, pack] = Layout.of(
-                (name, self._layers.tensors[name].shape, self._dtype(kind, name)) for name in self._names(kind, pack)
+            names = [name for name in self._names(kind, pack) if name not in absent]
+            layout = self._made[kind, pack, absent] = Layout.of(
+                (name, self._layers.tensors[name].shape, self._dtype(kind, name)) for name in names
             )
         return layout
 

@@ -76,6 +76,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
         self._released(counted.num_bytes)
         return counted.num_bytes
 
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor's storage as if an op had allocated it in here."""
+        self._count(tensor, (), None)
+
     def _count(self, tensor: Tensor, args: Any, kwargs: Any) -> None:
         if tensor.layout is not torch.strided:
             return  # sparse tensors are made of strided ones, which are counted

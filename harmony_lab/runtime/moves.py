@@ -1,6 +1,8 @@
 """Moves: which tensors an op copies from where to where.  Builds lists of copies; the backend carries them out."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,18 +10,29 @@ from torch import Tensor
 from harmony_lab.layers import LayerSequence, TensorSpec
 from harmony_lab.machine import HOST
 from harmony_lab.program import Op, Program, TensorKind, shard_bounds
-from harmony_lab.runtime.backend import Copy
+from harmony_lab.runtime.backend import Backend, Copy
 from harmony_lab.runtime.blocks import Blocks
+from harmony_lab.runtime.buffers import BufferUpdates
 from harmony_lab.runtime.device_memory import Values
+from harmony_lab.runtime.device_updates import DeviceUpdates
 from harmony_lab.runtime.host import PackReader
-from harmony_lab.runtime.layout import Layouts
+from harmony_lab.runtime.optimizer import PackOptimizer
 from harmony_lab.runtime.reduction import Shard
+from harmony_lab.runtime.swapped_state import fetched, returning
 
-__all__ = ["batch_slice", "receive", "shards", "swap_in", "swap_out"]
+__all__ = ["Left", "Stores", "batch_slice", "receive", "shards", "swap_in", "swap_out"]
 
 _FLAT = (TensorKind.WEIGHT, TensorKind.BUFFER, TensorKind.GRADIENT)
 _Pairs = list[tuple[Tensor, Tensor]]
 _Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+class Left(NamedTuple):
+    """What left a device for the stores, to be put there once it has come: buffers by pack, the optimizer's state by
+    parameter."""
+
+    buffers: dict[tuple[int, int], Mapping[str, Tensor]]
+    states: dict[str, dict[str, Any]]
 
 
 def batch_slice(
@@ -30,27 +43,48 @@ def batch_slice(
     return {name: _cut(batch[name], layers.batch_by_name[name], whole, samples) for name in names}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stores:
+    """What a step's state comes from and goes to on the host: parameters, buffers, the optimizer's state."""
+
+    parameters: PackReader
+    buffers: BufferUpdates
+    optimizer: PackOptimizer
+    updates: DeviceUpdates
+    backend: Backend
+
+
 def swap_in(
-    op: Op, program: Program, layers: LayerSequence, blocks: Blocks, store: PackReader, batch: Mapping[str, Tensor]
+    op: Op, program: Program, layers: LayerSequence, blocks: Blocks, stores: Stores, batch: Mapping[str, Tensor]
 ) -> list[Copy]:
     """Allocates what the op writes."""
     copies = []
+    store = stores.parameters
     for index in op.writes:
         block = program.blocks[index]
         match block.kind:
             case TensorKind.WEIGHT:
                 memory = blocks.allocate_flat(index, op).memory
-                pairs = [(memory[at : at + part.nbytes], part) for part, at in store.parts_of(block.layers)]
+                parts = store.parts_of(block.layers, blocks.absent(index))
+                pairs = [(memory[at : at + part.nbytes], part) for part, at in parts]
             case TensorKind.BUFFER:
-                pairs = [(blocks.allocate_flat(index, op).memory, store.buffers_of(block.layers))]
+                present = store.buffers_of(block.layers)
+                stores.buffers.bring_up_to_date(index, blocks.layout(index).views(present))
+                pairs = [(blocks.allocate_flat(index, op).memory, present)]
+            case TensorKind.OPTIMIZER:
+                state, pairs = fetched(stores.optimizer, block.layers, stores.backend.torch_device(op.device))
+                blocks.adopt_state(index, state, op)
+            case TensorKind.SAVED:
+                (source,) = op.reads
+                pairs = blocks.come_back(index, source, op)
             case TensorKind.GRADIENT:
                 (source,) = (i for i in op.reads if program.blocks[i]._replace(device=block.device) == block)
                 pairs = [(blocks.allocate_flat(index, op).memory, blocks.flat(source).memory)]
             case TensorKind.INPUT:
                 names = layers.batch_inputs_of(*block.layers)
-                parts = batch_slice(layers, names, batch, block.samples, program.minibatch_size)
-                values = blocks.allocate_values(index, op, _shapes(parts))
-                pairs = [(values[name], part) for name, part in parts.items()]
+                given = batch_slice(layers, names, batch, block.samples, program.minibatch_size)
+                values = blocks.allocate_values(index, op, _shapes(given))
+                pairs = [(values[name], part) for name, part in given.items()]
             case _:
                 pairs = _assemble(index, op, program, layers, blocks)
         copies.append(Copy(HOST, op.device, block.kind, pairs))
@@ -85,27 +119,46 @@ def _assemble(index: int, op: Op, program: Program, layers: LayerSequence, block
     ]
 
 
-def swap_out(
-    op: Op, program: Program, blocks: Blocks, layouts: Layouts, store: PackReader
-) -> tuple[list[Copy], dict[tuple[int, int], Mapping[str, Tensor]]]:
-    """Allocates the host blocks that the op writes.  Also returns host tensors of the buffers it moves, by pack."""
+def swap_out(op: Op, program: Program, blocks: Blocks, stores: Stores) -> tuple[list[Copy], Left]:
+    """Allocates the host blocks that the op writes."""
     copies = []
-    buffers: dict[tuple[int, int], Mapping[str, Tensor]] = {}
+    left = Left({}, {})
+    brings = stores.updates.brings(op.device, op.layers)
     destinations = iter(op.writes)
     for index in op.reads:
         block = program.blocks[index]
         if block.kind is TensorKind.BUFFER:
             memory = blocks.flat(index).memory
             staging = torch.empty_like(memory, device="cpu")
-            buffers[block.layers] = layouts.of(block.kind, block.layers).views(staging)
+            left.buffers[block.layers] = blocks.layout(index).views(staging)
             pairs = [(staging, memory)]
         elif block.kind is TensorKind.WEIGHT:
-            memory = blocks.flat(index).memory
-            pairs = [(part, memory[at : at + part.nbytes]) for part, at in store.parts_of(block.layers)]
+            own = stores.parameters.parts_of(block.layers, blocks.absent(index), own=True) if brings else []
+            pairs = _to_store(blocks.flat(index).memory, own)
+        elif block.kind is TensorKind.OPTIMIZER:
+            state, pins = blocks.optimizer_state(index), stores.backend.pins_host_memory
+            states, pairs = returning(stores.optimizer, state, keeps=brings, pins=pins)
+            left.states.update(states if brings else {})
+        elif block.kind is TensorKind.SAVED:
+            pairs = blocks.leave_device(index, next(destinations))
         else:
             pairs = _duplicate(index, next(destinations), op, program, blocks)
         copies.append(Copy(op.device, HOST, block.kind, pairs))
-    return copies, buffers
+    return copies, left
+
+
+def _to_store(memory: Tensor, own: Sequence[tuple[Tensor, int]]) -> _Pairs:
+    """All of a block's weights to the host: ``own`` to their places in the store, the others to nowhere."""
+    pairs, stop = [], 0
+    for part, at in own:
+        pairs += _to_nowhere(memory[stop:at])
+        stop = at + part.nbytes
+        pairs.append((part, memory[at:stop]))
+    return pairs + _to_nowhere(memory[stop:])
+
+
+def _to_nowhere(memory: Tensor) -> _Pairs:
+    return [(torch.empty_like(memory, device="cpu"), memory)] if memory.nbytes else []
 
 
 def receive(op: Op, program: Program, blocks: Blocks) -> list[Copy]:
@@ -127,12 +180,12 @@ def _duplicate(source: int, destination: int, op: Op, program: Program, blocks: 
     return [(values[name], tensor) for name, tensor in given.items()]
 
 
-def shards(op: Op, program: Program, blocks: Blocks, layouts: Layouts) -> list[Shard]:
+def shards(op: Op, program: Program, blocks: Blocks) -> list[Shard]:
     """The part of a pack's gradients that this op's device sums up, on every device."""
     parts = [program.blocks[index] for index in op.reads]
     rank = next(i for i, block in enumerate(parts) if block.device == op.device)
     start, stop = shard_bounds(parts[rank].num_bytes, len(parts), rank)
-    layout = layouts.of(TensorKind.GRADIENT, parts[rank].layers)
+    layout = blocks.layout(op.reads[rank])
     return [
         Shard(block.device, layout.spans(blocks.flat(index).memory, start, stop))
         for index, block in zip(op.reads, parts, strict=True)

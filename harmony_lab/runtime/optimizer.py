@@ -13,7 +13,7 @@ from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.runtime.separable import steps_parameters_together
 
-__all__ = ["PackOptimizer", "move_state", "only_on_host"]
+__all__ = ["PackOptimizer", "move_state", "only_on_host", "tensors_in"]
 
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times per step, over all parameters together",
@@ -84,16 +84,19 @@ class PackOptimizer:
             for group in self._optimizer.param_groups
         ]
 
-    def step_on_device(self, tensors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def step_on_device(
+        self, tensors: Mapping[str, tuple[Tensor, Tensor]], states: dict[str, dict[str, Any]] | None = None
+    ) -> None:
         """Update weights that are on a device: (weights, gradient) by name of the parameter, whose state is there.
 
         Beside ``step``, and this for others, at once: what is stepped are not the user's parameters but the device's
-        weights, by an optimizer of the user's class with the user's hyperparameters, over the same state.
+        weights, by an optimizer of the user's class with the user's hyperparameters, over the same state; or over that
+        in ``states``, by name, which gets what is made.
         """
         known = {name: pair for name, pair in tensors.items() if id(self._layers.tensors[name]) in self._groups}
         if not known:
             return
-        twin = self._twin({name: weights for name, (weights, _) in known.items()})
+        twin = self._twin({name: weights for name, (weights, _) in known.items()}, states)
         try:
             for weights, gradient in known.values():
                 weights.grad = gradient
@@ -101,10 +104,14 @@ class PackOptimizer:
         finally:
             for name, (weights, _) in known.items():
                 weights.grad = None
-                if weights in twin.state:
-                    self._optimizer.state[self._layers.tensors[name]] = twin.state[weights]
+                if weights in twin.state and states is None:
+                    self.put_state(name, twin.state[weights])
+                elif weights in twin.state and states is not None:
+                    states[name] = twin.state[weights]
 
-    def _twin(self, weights: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    def _twin(
+        self, weights: Mapping[str, Tensor], states: Mapping[str, dict[str, Any]] | None
+    ) -> torch.optim.Optimizer:
         """The user's optimizer as it is now, over these tensors instead of the parameters of these names."""
         optimizer = self._optimizer
         twin: torch.optim.Optimizer = object.__new__(type(optimizer))
@@ -115,8 +122,9 @@ class PackOptimizer:
         for name, tensor in weights.items():
             parameter = self._layers.tensors[name]
             members.setdefault(self._groups[id(parameter)], []).append(tensor)
-            if parameter in optimizer.state:
-                state[tensor] = optimizer.state[parameter]
+            known = self.state_of_parameter(name) if states is None else states.get(name)
+            if known is not None:
+                state[tensor] = known
         twin.state = state
         twin.param_groups = [
             {**optimizer.param_groups[number], "params": tensors} for number, tensors in sorted(members.items())
@@ -134,7 +142,15 @@ class PackOptimizer:
     def state_of(self, layers: tuple[int, int]) -> list[Tensor]:
         """The tensors of the state of what these layers update, those that there are."""
         states = [self._optimizer.state.get(parameter) for parameter in self._updated_by(layers)]
-        return list(_tensors(states))
+        return list(tensors_in(states))
+
+    def state_of_parameter(self, name: str) -> dict[str, Any] | None:
+        """None before its first update."""
+        state: dict[str, Any] | None = self._optimizer.state.get(self._layers.tensors[name])
+        return state
+
+    def put_state(self, name: str, state: dict[str, Any]) -> None:
+        self._optimizer.state[self._layers.tensors[name]] = state
 
     def state_bytes_of(self, layers: tuple[int, int]) -> int:
         return sum(tensor.nbytes for tensor in self.state_of(layers))
@@ -149,12 +165,19 @@ class PackOptimizer:
             group = self._optimizer.param_groups[self._groups[id(parameter)]]
             move_state(self._optimizer, group, parameter, device)
 
-    def _updated_by(self, layers: tuple[int, int]) -> list[Tensor]:
+    def keeps_all_beside(self, name: str, device: torch.device) -> bool:
+        """Whether all of that parameter's state lies where the parameter lies, if that is ``device``."""
+        group = self._optimizer.param_groups[self._groups[id(self._layers.tensors[name])]]
+        return _goes_along(group, device)
+
+    def updated_by(self, layers: tuple[int, int]) -> list[str]:
         """The trainable parameters whose first layer is among these, of those that the optimizer has."""
-        state = self._layers.state
+        tensors, state = self._layers.tensors, self._layers.state
         names = [name for name in self._layers.parameters_of(*layers) if state[name].trainable]
-        own = [self._layers.tensors[name] for name in names if state[name].layers[0] >= layers[0]]
-        return [parameter for parameter in own if id(parameter) in self._groups]
+        return [name for name in names if state[name].layers[0] >= layers[0] and id(tensors[name]) in self._groups]
+
+    def _updated_by(self, layers: tuple[int, int]) -> list[Tensor]:
+        return [self._layers.tensors[name] for name in self.updated_by(layers)]
 
 
 def _numbered_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
@@ -179,7 +202,7 @@ def move_state(
 
     What steps keep on the host whatever the parameter's device, such as their number, is left there.
     """
-    goes_along = device.type == "cpu" or group.get("fused") or group.get("capturable")
+    goes_along = _goes_along(group, device)
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -189,16 +212,21 @@ def move_state(
         return type(value)(map(moved, value)) if type(value) in (list, tuple) else value
 
     state = optimizer.state.get(parameter)
-    if state and any(tensor.device != device for tensor in _tensors(state)):
+    if state and any(tensor.device != device for tensor in tensors_in(state)):
         state.update(moved(dict(state)))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _goes_along(group: Mapping[str, Any], device: torch.device) -> bool:
+    return bool(device.type == "cpu" or group.get("fused") or group.get("capturable"))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All in nested dictionaries, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def only_on_host(optimizer: torch.optim.Optimizer) -> str:

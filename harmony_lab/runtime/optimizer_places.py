@@ -9,6 +9,7 @@ from harmony_lab.machine import HOST
 from harmony_lab.program import Op, OpKind, Program, TensorKind
 from harmony_lab.runtime.backend import Backend
 from harmony_lab.runtime.compute_memory import ComputeMemory
+from harmony_lab.runtime.device_updates import DeviceUpdates
 from harmony_lab.runtime.ledger import Ledger
 from harmony_lab.runtime.optimizer import PackOptimizer
 
@@ -30,6 +31,10 @@ class OptimizerPlaces:
         self._ledgers = ledgers
         self._held: dict[_Place, int] = {}
         self._of_program: tuple[Program | None, dict[_Place, int] | None] = (None, None)
+
+    @property
+    def optimizer(self) -> PackOptimizer:
+        return self._optimizer
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +109,10 @@ class OptimizerPlaces:
 
 
 def _places(program: Program) -> dict[_Place, int]:
-    """Bytes that the program keeps for state, by the device and layers of the updates on devices."""
+    """Bytes that the program keeps for state, by the device and layers of the updates on devices; none where it brings
+    the state from the host."""
+    if DeviceUpdates.of(program).swaps_state:
+        return {}
     updates = (op for op in program.ops if op.kind is OpKind.UPDATE and op.device != HOST)
     places: dict[_Place, int] = dict.fromkeys(((op.device, op.layers) for op in updates), 0)
     for block in (program.blocks[index] for index in program.resident):

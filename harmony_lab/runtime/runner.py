@@ -106,7 +106,6 @@ class Runner:
         self._places = OptimizerPlaces(self._optimizer, backend, ledgers)
         self._training = Training(
             layers=layers,
-            layouts=layouts,
             backend=backend,
             ledgers=ledgers,
             state=self._store.reader(layers, layouts),
@@ -262,7 +261,6 @@ class Runner:
         prepared = replace(
             training,
             layers=layers,
-            layouts=layouts,
             state=state,
             usages=Usages(always=self._chaos),
             memory=training.memory.over(layers, layouts),

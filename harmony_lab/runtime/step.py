@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from harmony_lab.errors import ProgramError
 from harmony_lab.layers import LayerCall, LayerSequence
 from harmony_lab.machine import HOST
 from harmony_lab.program import Op, OpKind, Program, TensorKind
@@ -19,13 +20,16 @@ from harmony_lab.runtime.compute_memory import ComputeMemory, Usage, Usages
 from harmony_lab.runtime.device_memory import BlockMemories, BlockMemory, Values
 from harmony_lab.runtime.execution import clone_updated_buffers, run_backward, run_forward, run_with_gradient
 from harmony_lab.runtime.host import PackReader
-from harmony_lab.runtime.layout import Layouts
+from harmony_lab.runtime.kept import run_keeping
 from harmony_lab.runtime.ledger import Ledger
 from harmony_lab.runtime.losses import Losses
 from harmony_lab.runtime.optimizer_places import OptimizerPlaces
+from harmony_lab.runtime.swapped_state import SwappedState
 from harmony_lab.runtime.updates import Updates
 
 __all__ = ["Minibatch", "Step", "Training"]
+
+_STATE = (TensorKind.WEIGHT, TensorKind.BUFFER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,6 @@ class Training:
     """What stays from step to step.  ``usages``: what compute ops were seen to take of the devices' memory."""
 
     layers: LayerSequence
-    layouts: Layouts
     backend: Backend
     ledgers: Sequence[Ledger]
     state: PackReader
@@ -71,12 +74,12 @@ class Step:
     ) -> None:
         self._program = program
         self._kinds = memory.kinds
+        self._loose = memory.loose
+        self._device_updates = memory.updates
         self._minibatch = minibatch
         self._layers = training.layers
-        self._layouts = training.layouts
         self._backend = training.backend
         self._ledgers = training.ledgers
-        self._state_on_host = training.state
         self._updates = updates
         self._usages = training.usages
         self._blocks = Blocks(memory, training.backend, training.ledgers)
@@ -89,6 +92,13 @@ class Step:
             stop_on_nan=minibatch.stop_on_nan,
         )
         self._places = training.places
+        self._stores = moves.Stores(
+            parameters=training.state,
+            buffers=self._buffers,
+            optimizer=training.places.optimizer,
+            updates=memory.updates,
+            backend=training.backend,
+        )
         self._moved: dict[int, list[tuple[int, int, TensorKind, int]]] = {}
         for block in program.resident:
             self._blocks.reserve(block)
@@ -122,7 +132,7 @@ class Step:
                 self._reduce(index, op)
             case OpKind.SWAP_IN:
                 batch = self._minibatch.tensors
-                copies = moves.swap_in(op, self._program, self._layers, self._blocks, self._state_on_host, batch)
+                copies = moves.swap_in(op, self._program, self._layers, self._blocks, self._stores, batch)
                 self._transfer(index, copies)
             case OpKind.SWAP_OUT:
                 self._swap_out(index, op)
@@ -176,29 +186,37 @@ class Step:
         values, batch = self._values(op, TensorKind.ACTIVATION), self._values(op, TensorKind.INPUT)
         arguments = (self._layers, *op.layers, state, buffers, values, batch, self._call(op), tuple(outputs))
         self._reserve(op)
+        given, kept = self._given(op) if saved_block in self._loose else None, None
         with self._computing(op, tuple(outputs), saves=saved_block is not None).counting() as memory:
             if saved_block is None:
-                kept = run_forward(*arguments)
+                made = run_forward(*arguments)
+            elif given is None:
+                made, saved = run_with_gradient(*arguments)
             else:
-                kept, saved = run_with_gradient(*arguments)
+                made, saved, kept = run_keeping(given, *arguments)
         for boundary, block in outputs.items():
-            self._blocks.adopt_values(block, kept[boundary], memory)
+            self._blocks.adopt_values(block, made[boundary], memory)
         if saved_block is None:
             memory.account.close()
             self._usages.put(memory.key, Usage(peak_bytes=memory.peak_bytes), memory)
         else:
-            self._blocks.adopt_saved(saved_block, saved, memory)
+            self._blocks.adopt_saved(saved_block, saved, memory, kept)
 
     def _recompute(self, op: Op) -> None:
         (saved_block,) = self._of(op.writes, TensorKind.SAVED)
         state, buffers = self._state(op, TensorKind.WEIGHT), self._state(op, TensorKind.BUFFER)
         values, batch = self._values(op, TensorKind.ACTIVATION), self._values(op, TensorKind.INPUT)
         self._reserve(op)
+        given, kept = self._given(op) if saved_block in self._loose else None, None
         with self._computing(op, (), saves=True).counting() as memory:
             scratch = clone_updated_buffers(self._layers, *op.layers, buffers)
-            _, saved = run_with_gradient(self._layers, *op.layers, state, scratch, values, batch, self._call(op), ())
-            del scratch
-        self._blocks.adopt_saved(saved_block, saved, memory)
+            arguments = (self._layers, *op.layers, state, scratch, values, batch, self._call(op), ())
+            if given is None:
+                _, saved = run_with_gradient(*arguments)
+            else:
+                _, saved, kept = run_keeping(given, *arguments)
+            del scratch, arguments
+        self._blocks.adopt_saved(saved_block, saved, memory, kept)
 
     def _computing(self, op: Op, outputs: tuple[int, ...], *, saves: bool) -> ComputeMemory:
         key = (op.kind, op.layers, op.samples[1] - op.samples[0], outputs, saves)
@@ -209,20 +227,23 @@ class Step:
         start, stop = op.layers
         gradients = self._gradient_views(op)
         (saved_block,) = self._of(op.reads, TensorKind.SAVED)
-        state = self._state(op, TensorKind.WEIGHT)
+        leaves = self._state(op, TensorKind.WEIGHT)
         output_gradients = self._values(op, TensorKind.ACTIVATION_GRADIENT)
         seed = self._losses.seed_gradient(op.samples) if stop == len(self._layers) else None
         self._reserve(op)
         saved = self._blocks.saved(saved_block)
         saved_bytes = saved.memory.account.alive_bytes
+        if saved.kept is not None:
+            leaves = saved.kept.parameters
+            saved.kept.release(self._given(op))
         try:
             for name, gradient in gradients.items():
-                state[name].grad = gradient
+                leaves[name].grad = gradient
             with self._computing_backward(op, saved.memory).counting() as memory:
                 result = run_backward(self._layers, start, stop, saved.layers, output_gradients, seed_gradient=seed)
         finally:
             for name in gradients:
-                state[name].grad = None
+                leaves[name].grad = None
         self._finish_backward(op, result, memory)
         seen = Usage(
             peak_bytes=saved.memory.peak_bytes, saved_bytes=saved_bytes, backward_bytes=max(0, memory.peak_bytes)
@@ -242,28 +263,43 @@ class Step:
         memory.account.close()
 
     def _gradient_views(self, op: Op) -> Mapping[str, Tensor]:
-        """The pack's GRADIENT block by parameter, zeroed by the first microbatch."""
-        block = self._one_of(op.writes, TensorKind.GRADIENT)
-        if block is not None:
+        """The GRADIENT blocks of the pack, and of layers before that share parameters, by parameter; each zeroed by the
+        first microbatch."""
+        views = dict(self._state(op, TensorKind.GRADIENT))
+        for block in self._of(op.writes, TensorKind.GRADIENT):
             flat = self._blocks.allocate_flat(block, op)
             flat.memory.zero_()
-            return flat.views
-        block = self._one_of(op.reads, TensorKind.GRADIENT)
-        return {} if block is None else self._blocks.flat(block).views
+            views.update(flat.views)
+        return views
 
     def _update_on_device(self, op: Op, updates: Updates) -> None:
         weights = self._state(op, TensorKind.WEIGHT)
-        (block,) = self._of(op.reads, TensorKind.GRADIENT)
-        gradients = self._blocks.flat(block).views
+        gradients = [self._blocks.flat(block).views for block in self._of(op.reads, TensorKind.GRADIENT)]
+        state_block = self._one_of(op.reads, TensorKind.OPTIMIZER)
+        swapped = self._swapped_state(state_block) if self._device_updates.swaps_state else None
         self._reserve(op)
         key = (op.kind, op.layers, op.device)
-        makes_state = not self._places.is_complete(op)
-        usage = None if makes_state else self._usages.get(key)
+        is_complete = self._places.is_complete(op) if swapped is None else swapped.is_complete
+        usage = self._usages.get(key) if is_complete else None
         memory = ComputeMemory(self._ledgers[op.device], op, key, usage, usage.peak_bytes if usage else 0)
-        with self._places.updating(op, memory):
-            updates.perform_on_device(op, weights, gradients)
-        if not makes_state:
+        if swapped is None:
+            with self._places.updating(op, memory):
+                updates.perform_on_device(op, weights, gradients)
+        else:
+            brings = self._device_updates.brings(op.device, op.layers)
+            returning = (1 if state_block is None else 2) if brings else 0
+            with swapped.updating(op, self._ledgers[op.device], memory):
+                updates.perform_on_device(op, weights, gradients, swapped.states, num_returning=returning)
+            if state_block is None and swapped.states:
+                raise ProgramError(
+                    "this program has no room for the optimizer's state",
+                    [f"{op} makes some: profile with the optimizer that you train with"],
+                )
+        if is_complete:
             self._usages.put(key, Usage(peak_bytes=memory.peak_bytes), memory)
+
+    def _swapped_state(self, block: int | None) -> SwappedState:
+        return SwappedState({}, is_complete=True) if block is None else self._blocks.optimizer_state(block)
 
     def _call(self, op: Op) -> LayerCall:
         first = self._minibatch.first_sample
@@ -277,16 +313,20 @@ class Step:
     # -- moving ---------------------------------------------------------------------------------------------------
 
     def _reduce(self, index: int, op: Op) -> None:
-        shards = moves.shards(op, self._program, self._blocks, self._layouts)
+        shards = moves.shards(op, self._program, self._blocks)
         moved = self._backend.reduce(op.device, shards)
         self._moved[index] = [(source, to, TensorKind.GRADIENT, num_bytes) for source, to, num_bytes in moved]
 
     def _swap_out(self, index: int, op: Op) -> None:
-        copies, buffers = moves.swap_out(op, self._program, self._blocks, self._layouts, self._state_on_host)
+        copies, left = moves.swap_out(op, self._program, self._blocks, self._stores)
         self._transfer(index, copies)
-        if self._updates is not None and self._of(op.reads, TensorKind.WEIGHT):
-            self._updates.returned(op)
-        for pack, views in buffers.items():
+        for name, state in left.states.items():
+            self._places.optimizer.put_state(name, state)
+        if self._updates is not None and self._device_updates.brings(op.device, op.layers):
+            for kind in (TensorKind.WEIGHT, TensorKind.OPTIMIZER):
+                if self._of(op.reads, kind):
+                    self._updates.returned(op)
+        for pack, views in left.buffers.items():
             self._buffers.add(op.device, pack, views)
         end = (len(self._layers), len(self._layers))
         for block in self._of(op.writes, TensorKind.ACTIVATION):
@@ -313,6 +353,13 @@ class Step:
         for block in self._of(op.reads, kind):
             merged.update(self._blocks.flat(block).views)
         return merged
+
+    def _given(self, op: Op) -> Mapping[str, Tensor]:
+        """All that forward or backward of a pack are given but gradients, by names of which no two are the same."""
+        given = {f"{kind} {name}": tensor for kind in _STATE for name, tensor in self._state(op, kind).items()}
+        for kind in (TensorKind.ACTIVATION, TensorKind.INPUT):
+            given.update((f"{kind} {name}", tensor) for name, tensor in self._values(op, kind).items())
+        return given
 
     def _values(self, op: Op, kind: TensorKind) -> Values:
         merged: Values = {}

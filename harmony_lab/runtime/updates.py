@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ class Updates:
         self._sums: dict[str, Tensor] = {}  # of the minibatches before
         self._complete: dict[str, Tensor] | None = None  # clipped: all gradients, from the first update on
         self._scale: Tensor | None = None
+        self._to_return: dict[tuple[int, int], int] = {}  # blocks that are not on the host yet, of what devices updated
 
     @property
     def sum_bytes(self) -> int:
@@ -85,25 +87,40 @@ class Updates:
         with self.progress.updating(op.layers):
             self._optimizer.step(gradients)
 
-    def perform_on_device(self, op: Op, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-        """Step the device's weights of the parameters whose first layer is among the op's, layer by layer.
+    def perform_on_device(
+        self,
+        op: Op,
+        weights: Mapping[str, Tensor],
+        parts: Sequence[Mapping[str, Tensor]],
+        states: dict[str, dict[str, Any]] | None = None,
+        *,
+        num_returning: int = 1,
+    ) -> None:
+        """Step the device's weights of the parameters whose first layer is among the op's, layer by layer, each with
+        the sum of its gradients in ``parts``.
 
-        They count as half done until they are on the host again (``returned``).
+        ``states``: of the optimizer, if it is not what stays on the device.  ``num_returning``: so many blocks, weights
+        and maybe state, count as half done until they are on the host again (``returned``); 0: what another device
+        makes of the same is what the host gets.
         """
         assert self.last, "gradients that wait for those of other minibatches are on the host"
         assert self._max_grad_norm is None, "gradients that wait for the norm of all are on the host"
         state = self._layers.state
-        names = self._owned(op)
-        if self._observe is not None:
-            self._observe({name: gradients[name].to("cpu") for name in names})
-        self.progress.begin(op.layers)
+        gradients = self._summed(op, parts)
+        if num_returning:
+            if self._observe is not None:
+                self._observe({name: gradient.to("cpu") for name, gradient in gradients.items()})
+            self.progress.begin(op.layers)
+            self._to_return[op.layers] = num_returning
         for layer in range(*op.layers):
-            own = [name for name in names if state[name].layers[0] == layer]
-            self._optimizer.step_on_device({name: (weights[name], gradients[name]) for name in own})
+            own = [name for name in gradients if state[name].layers[0] == layer]
+            self._optimizer.step_on_device({name: (weights[name], gradients[name]) for name in own}, states)
 
     def returned(self, op: Op) -> None:
-        """The weights that a device updated are on the host."""
-        self.progress.end(op.layers)
+        """The weights that a device updated are on the host, or their state, which came from there."""
+        self._to_return[op.layers] -= 1
+        if not self._to_return[op.layers]:
+            self.progress.end(op.layers)
 
     def _clipped(self, op: Op, program: Program, blocks: Blocks, max_norm: float) -> dict[str, Tensor]:
         if self._complete is None:

@@ -1,12 +1,15 @@
 """The baselines benchmark, on small made-up tables."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from published_tables import tables
 
+from harmony_lab.bench import baseline_steps
 from harmony_lab.bench import baselines as bench
+from harmony_lab.bench.decoder import Shape
 from harmony_lab.cli import main
 from harmony_lab.errors import HarmonyError
 from harmony_lab.planner.baselines import BASELINES
@@ -78,9 +81,26 @@ def test_the_command_shows_a_table_and_writes_json(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    small = Shape(name="small", num_blocks=2, width=32, num_heads=2, length=8)
+    quick = partial(baseline_steps.bench_baseline_steps, small, memory="360KiB", link=1e9, rounds=1)
+    monkeypatch.setattr(baseline_steps, "bench_baseline_steps", quick)
+    measure = baseline_steps.profile
+    monkeypatch.setattr(
+        baseline_steps, "profile", lambda *given, **options: measure(*given, **{**options, "cache": True})
+    )
     target = folder / "rows" / "found.json"
     target.parent.mkdir()
     assert main(["bench", "baselines", "--profiles", str(folder), "--json", str(target)]) == 0
     printed = capsys.readouterr().out
     assert "zero-infinity order" in printed
-    assert len(json.loads(target.read_text())["rows"]) == len(bench.NUM_DEVICES) * len(BASELINES)
+    written = json.loads(target.read_text())
+    assert len(written["rows"]) == len(bench.NUM_DEVICES) * len(BASELINES)
+    assert [row["name"] for row in written["measured"]] == [baseline_steps.OURS, *BASELINES]
+    ours, *others = written["measured"]
+    assert (ours["speedup"], ours["swap_ratio"]) == (1.0, 1.0)
+    for row in others:
+        assert row["fits"] or row["name"].endswith("in memory")
+        if row["fits"]:
+            assert row["speedup"] == row["measured_s"] / ours["measured_s"]
+            assert row["swap_ratio"] == row["swap_bytes"] / ours["swap_bytes"]
+            assert row["name"] in printed

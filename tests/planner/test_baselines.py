@@ -158,7 +158,9 @@ def test_every_baselines_program_is_valid_within_budgets_and_not_faster_than_its
     profile, machine, minibatch = random_case(random.Random(seed))
     found = baselines(profile, machine, minibatch)
     assert [baseline.name for baseline in found] == list(BASELINES)
-    for baseline in found:
+    runnable = baselines(profile, machine, minibatch, runnable=True)
+    assert not any(baseline.program.resident for baseline in runnable if baseline.fits)
+    for baseline in (*found, *runnable):
         assert baseline.fits != bool(baseline.reason)
         if baseline.fits:
             check(baseline.program)
@@ -204,6 +206,20 @@ def test_gradients_of_tied_layers_on_two_devices_are_reduced_and_on_one_are_one(
     (together,) = baselines(profile, toys.gpus(1, memory_bytes=10**8), 8, names=["pp, in memory"])
     weights = [b for b in together.program.blocks if b.kind is TensorKind.WEIGHT]
     assert sum(block.num_bytes for block in weights) == profile.weight_bytes(0, 6)
+
+
+def test_an_iteration_to_be_run_moves_what_the_others_leave_on_the_devices_and_gathers_tied_gradients() -> None:
+    """Beside batch and loss: weights and twice as much of state in and out once, and one tied layer's gradients."""
+    profile = toys.profile(6, tied=True)
+    (found,) = baselines(profile, toys.gpus(2, memory_bytes=10**8), 8, names=["pp, in memory"], runnable=True)
+    kinds = [op.kind for op in found.program.ops]
+    assert OpKind.ALL_REDUCE not in kinds
+    weights = sum(profile.weight_bytes(layer, layer + 1) for layer in range(6))
+    assert found.swap_bytes_by_kind[TensorKind.WEIGHT] == 2 * weights
+    assert found.swap_bytes_by_kind[TensorKind.OPTIMIZER] == 2 * profile.optimizer_state_bytes
+    received = [block for op in found.program.ops if op.kind is OpKind.RECV for block in op.writes]
+    gradients = [found.program.blocks[block] for block in received]
+    assert [(b.device, b.layers) for b in gradients if b.kind is TensorKind.GRADIENT] == [(0, (5, 6))]
 
 
 def test_what_does_not_fit_says_what_is_too_large() -> None:

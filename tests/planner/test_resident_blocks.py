@@ -8,6 +8,7 @@ import toy_profiles as toys
 
 from harmony_lab.errors import ProgramError
 from harmony_lab.planner.check import check, peak_bytes
+from harmony_lab.precision import Precision
 from harmony_lab.program import Block, Op, OpKind, Program, Stream, TensorKind
 from harmony_lab.simulator.engine import run
 
@@ -80,10 +81,29 @@ def test_the_runtime_refuses_what_it_does_not_know() -> None:
     from harmony_lab.runtime.executor import Executor
 
     executor = Executor(SimpleNamespace(enter_worker=None), toys.gpus(1))
-    with pytest.raises(ProgramError, match="can be simulated, not run") as error:
-        executor.run(staying(), None, None, None)
+    for precision, count in ((Precision.FP32, 2), (Precision.BF16, 3)):
+        training = SimpleNamespace(layers=SimpleNamespace(precision=precision))
+        with pytest.raises(ProgramError, match="can be simulated, not run") as error:
+            executor.run(staying(), training, None, None)
+        assert len(error.value.violations) == count
     executor.close()
-    assert len(error.value.violations) == 2
+
+
+def test_the_runtime_has_one_store_for_devices_that_update_the_same_layers() -> None:
+    """What one of them brings back comes after the others have fetched what they change."""
+    from harmony_lab.runtime.runnable import require_runnable
+
+    blocks = [Block(TensorKind.WEIGHT, device, (0, 1), (0, 0), 100) for device in (0, 1)]
+    ops = [Op(OpKind.SWAP_IN, d, Stream.SWAP_IN, (0, 1), (0, 0), writes=(d,)) for d in (0, 1)]
+    ops += [Op(OpKind.UPDATE, d, Stream.COMPUTE, (0, 1), (0, 0), reads=(d,), after=(d,)) for d in (0, 1)]
+    ops += [Op(OpKind.SWAP_OUT, d, Stream.SWAP_OUT, (0, 1), (0, 0), (d,), (), (d,), (2 + d,)) for d in (0, 1)]
+    made = Program(minibatch_size=1, num_layers=1, budgets=(300, 300), blocks=blocks, ops=ops)
+    check(made)
+    layers = SimpleNamespace(precision=Precision.FP32)
+    with pytest.raises(ProgramError, match=r"op 4 .* may change on the host what op 1 .* still fetches"):
+        require_runnable(made, layers)
+    ops[2:4] = [op._replace(after=(0, 1)) for op in ops[2:4]]
+    require_runnable(replace(made, ops=ops), layers)
 
 
 def test_what_a_device_updates_must_not_be_fetched_by_another_meanwhile() -> None:
