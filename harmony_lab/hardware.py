@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from harmony_lab.units import format_rate
+
 __all__ = [
     "HOST_MEMORY",
     "MOST_DEVICES",
@@ -18,6 +20,7 @@ __all__ = [
     "Host",
     "Link",
     "bridge_problems",
+    "describe_links",
     "free_host_bytes",
     "margin_bytes",
     "pairs_joined",
@@ -92,6 +95,19 @@ class Link:
     @property
     def name(self) -> str:
         return f"{self.parent}-{self.child}"
+
+
+def describe_links(links: Sequence[Link], num_devices: int) -> str:
+    """The links to the host, whose they are, and what slower ones the devices have to them."""
+    to_host = [link for link in links if link.parent == ROOT]
+    slowest = min((link.bytes_per_s for link in to_host), default=0.0)
+    slower = {format_rate(link.bytes_per_s) for link in links if link.bytes_per_s < slowest}
+    shared = len(to_host) < num_devices
+    count = f"{len(to_host)} " if shared and len(to_host) > 1 else ""
+    kind = "shared host link" if shared else "own host link" if num_devices > 1 else "host link"
+    rates = "/".join(sorted({format_rate(link.bytes_per_s) for link in to_host}))
+    own = f", {'/'.join(sorted(slower))} from there to a device" if slower else ""
+    return f"{count}{kind}{'s' if len(to_host) > 1 else ''} {rates} per direction{own}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

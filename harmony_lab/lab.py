@@ -17,7 +17,8 @@ from harmony_lab.listeners import Listeners
 from harmony_lab.machine import Machine
 from harmony_lab.ownership import take_over
 from harmony_lab.plan import Mode, Plan
-from harmony_lab.planner.search import SearchResult, Switches, search
+from harmony_lab.planner.search import SearchResult, Switches
+from harmony_lab.planner.searches import Searches
 from harmony_lab.planner.warm import warm_up
 from harmony_lab.precision import Precision
 from harmony_lab.preview import Preview, preview, repacked
@@ -50,7 +51,7 @@ class Lab:
 
     ``precision``: what to compute in, ``"fp32"`` or ``"bf16"`` (see ``harmony_lab.precision``).  It may be changed:
     choosing a plan of another precision profiles in that one too, the first time, and is what ``measure`` and
-    ``search`` go on with.
+    ``search`` go on with.  ``searches`` remembers what was best, for the next search and for what-if machines.
 
     ``seed`` fixes random masks, others in every step.  Steps are counted on from run to run (``steps_trained``), so a
     run that follows another draws the masks that one longer run would have drawn.  ``compile``: run the layers as
@@ -89,6 +90,7 @@ class Lab:
         self._work = threading.RLock()  # held for long: one measurement, search or launch at a time
         self._listeners = Listeners()
         self._profiles: dict[Precision, Profile] = {}
+        self.searches = Searches()
         self._result: SearchResult | None = None
         self._preview: Preview | None = None
         self._run: Run | None = None
@@ -236,7 +238,7 @@ class Lab:
                 report(0, 1, "the planner is being compiled, once; a minute or more")
             wait_for_compiling(say_so if progress is None and not self._listeners else None)
             try:
-                result = search(
+                result = self.searches.search(
                     measured,
                     self.machine,
                     self.minibatch_size,
@@ -354,7 +356,7 @@ class Lab:
                     trainer.plan,
                     data,
                     steps,
-                    num_samples=self._num_samples,
+                    num_samples=lambda batch: self.layers.flatten_batch(batch)[1]["batch"],
                     record_every=record_every,
                     accumulate=accumulate,
                     on_step=on_step,
@@ -430,9 +432,6 @@ class Lab:
         if max_grad_norm is not None:
             chosen = self.preview(deferred(chosen.plan, max_grad_norm, overlap))
         return self.optimizer, chosen, measured
-
-    def _num_samples(self, batch: Any) -> int:
-        return self.layers.flatten_batch(batch)[1]["batch"]
 
     def _on_run_event(self, event: str) -> None:
         if event == "status":

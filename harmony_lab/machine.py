@@ -27,6 +27,7 @@ from harmony_lab.hardware import (
     Host,
     Link,
     bridge_problems,
+    describe_links,
     margin_bytes,
     pairs_joined,
     this_host,
@@ -197,8 +198,8 @@ class Machine:
         link to the switch, by default as fast as ``link``.  ``bridge``: of bridges that join devices two by two, per
         direction; by default there are none.  ``host_memory_rate``: see ``Host.memory_bytes_per_s``.
         """
-        if not 1 <= num_devices <= MOST_DEVICES:
-            raise HarmonyError(f"a machine has 1 to {MOST_DEVICES} emulated devices, got num_devices={num_devices}")
+        if not isinstance(num_devices, int) or not 1 <= num_devices <= MOST_DEVICES:
+            raise HarmonyError(f"a machine has 1 to {MOST_DEVICES} emulated devices, got num_devices={num_devices!r}")
         rate = parse_rate(link)
         peer_rate = rate if peer_link is None else parse_rate(peer_link)
         host = this_host(None if host_memory is None else parse_bytes(host_memory))
@@ -376,12 +377,11 @@ class Machine:
 
     def __str__(self) -> str:
         memory = sorted({format_bytes(device.memory_bytes) for device in self.devices})
-        rates = sorted({format_rate(link.bytes_per_s) for link in self.links if link.parent == ROOT})
         count = f"{self.num_devices} device" + ("s" if self.num_devices > 1 else "")
         rest = f", host memory {format_rate(limit)}" if (limit := self.host.memory_bytes_per_s) is not None else ""
         if self.bridges:
             rest += f", bridges {' '.join(bridge.name for bridge in self.bridges)}"
-        return f"{self.name}: {count} of {'/'.join(memory)}, host link {'/'.join(rates)} per direction{rest}"
+        return f"{self.name}: {count} of {'/'.join(memory)}, {describe_links(self.links, self.num_devices)}{rest}"
 
 
 def _fields(record: Any) -> dict[str, Any]:

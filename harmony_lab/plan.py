@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from operator import index
 from pathlib import Path
@@ -210,7 +210,8 @@ class Plan:
         known = [f.name for f in fields(self)]
         unknown = [f"{name!r} is no knob of a plan" for name in sorted(set(changes) - set(known))]
         if unknown:
-            raise PlanError("unknown knobs", [*unknown, f"there are {', '.join(known)}"])
+            knobs = ", ".join(f.name for f in fields(self) if f.compare)
+            raise PlanError("unknown knobs", [*unknown, f"there are {knobs}"])
         return replace(self, **changes)
 
     def for_minibatch(self, minibatch_size: int) -> "Plan":
@@ -247,6 +248,9 @@ class Plan:
             f"devices={joined(self.devices)} prefetch={self.prefetch} "
             f"peer={'on' if self.peer_transfers else 'off'}{extra}"
         )
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space:pre-wrap">{self}</pre>'
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
@@ -291,6 +295,8 @@ class Plan:
     @classmethod
     def of(cls, plan: "Plan | str") -> "Plan":
         """The plan itself, or the one that a text describes."""
+        if not isinstance(plan, cls | str):
+            raise PlanError("no plan", [f"expected a harmony_lab.Plan or its text, got a {type(plan).__name__}"])
         return cls.parse(plan) if isinstance(plan, str) else plan
 
     def to_json(self) -> dict[str, Any]:
@@ -313,7 +319,10 @@ class Plan:
         """Raises ``HarmonyError`` for another kind of file or a newer schema version, ``PlanError`` for a broken
         plan."""
         check_schema(data, "harmony_lab.plan", SCHEMA_VERSION)
-        known = {f.name for f in fields(cls)}
+        known = {f.name: f.default for f in fields(cls)}
+        missing = [f"{name} is missing" for name, default in known.items() if default is MISSING and name not in data]
+        if missing:
+            raise PlanError("this is not a whole plan", missing)
         return cls(**{name: value for name, value in data.items() if name in known})
 
     def save(self, path: str | Path) -> None:

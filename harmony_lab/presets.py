@@ -49,6 +49,8 @@ def preset_machine(text: str) -> Machine:
 
     Memory is what plans may use, see ``GPU.usable_bytes``.  Raises ``HarmonyError`` for what cannot be read.
     """
+    if not isinstance(text, str):
+        raise HarmonyError(f"a machine's name is a text such as '4x1080ti', got a {type(text).__name__}")
     count, card, found = _read(text)
     generation, lanes = _pcie(found, card)
     num_switches = int(found["switches"][1] or 1) if "switches" in found else 0

@@ -273,14 +273,15 @@ def test_closed_lab_takes_no_work_and_says_so(lab: Lab) -> None:
 
 
 def test_static_form_grows_with_the_work_done(lab: Lab) -> None:
-    assert "<svg" not in lab._repr_html_()
+    assert "<img" not in lab._repr_html_()
+    assert "%load_ext harmony_lab" in lab._repr_html_()
     lab.prepare()
     planned = lab._repr_html_()
-    assert "<svg" in planned
+    assert "<img" in planned
     assert str(lab.plan) in planned.replace("&#x27;", "'")
     run = lab.launch(batches(2), 2).wait(120)
     assert "Loss" in lab._repr_html_()
-    assert "<svg" in run._repr_html_()
+    assert "<img" in run._repr_html_()
 
 
 def test_report_is_one_page_that_loads_nothing(lab: Lab, tmp_path: Path) -> None:

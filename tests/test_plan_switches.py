@@ -115,3 +115,17 @@ def test_plans_that_differ_say_so_in_either_direction(seed: int) -> None:
     there, back = difference(a, b).splitlines(), difference(b, a).splitlines()
     assert bool(there) == (a != b)
     assert [line.split(":")[0] for line in there] == [line.split(":")[0] for line in back]
+
+
+@pytest.mark.parametrize("given", [42, None, ("dp",)])
+def test_what_is_neither_a_plan_nor_a_text_is_named(given: object) -> None:
+    with pytest.raises(PlanError, match=f"expected a harmony_lab.Plan or its text, got a {type(given).__name__}"):
+        Plan.of(given)  # type: ignore[arg-type]
+
+
+def test_json_without_some_of_the_knobs_says_which_are_missing() -> None:
+    data = ROUND.to_json()
+    del data["devices"], data["backward_packs"], data["prefetch"]
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(data)
+    assert caught.value.violations == ("backward_packs is missing", "devices is missing")

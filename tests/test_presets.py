@@ -161,3 +161,5 @@ def test_a_machine_is_taken_as_it_is_or_by_its_text() -> None:
 def test_text_that_is_no_machine_is_refused(text: str, said: str) -> None:
     with pytest.raises(HarmonyError, match=said):
         preset_machine(text)
+    with pytest.raises(HarmonyError, match="a text such as '4x1080ti', got a int"):
+        preset_machine(4)  # type: ignore[arg-type]

@@ -270,12 +270,12 @@ def _text(plan: Plan | None) -> str | None:
     return None if plan is None else str(plan)
 
 
-def ablation(plan: Plan, profile: Profile, machine: Machine | str) -> Ablation:
-    """The plan against itself with each switch taken off alone, all simulated.
+def ablation(plan: Plan | str, profile: Profile, machine: Machine | str) -> Ablation:
+    """The plan (or its text) against itself with each switch taken off alone, all simulated.
 
     Raises what ``lower`` does where the plan itself is not possible.
     """
-    machine, costs = Machine.of(machine), PackCosts(profile)
+    plan, machine, costs = Plan.of(plan), Machine.of(machine), PackCosts(profile)
     step_s, swap_bytes, peak = _simulated(plan, profile, machine, costs)
     rows = [_streamed(plan, profile, machine, step_s)]
     for switch, instead, variant in _variants(plan, profile, machine):

@@ -1,12 +1,13 @@
 """exploration: candidates looked at one by one, in the order of what they promise, until enough has been seen."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError, PlanDoesNotFitError, PlanError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Plan
+from harmony_lab.planner.asked import check_asked
 from harmony_lab.planner.bounds import candidate_bound, problem_bound
 from harmony_lab.planner.candidates import Candidates
 from harmony_lab.planner.compose import updatable
@@ -15,7 +16,7 @@ from harmony_lab.planner.lower import lower
 from harmony_lab.planner.neighbours import neighbours
 from harmony_lab.planner.pack import PackCosts
 from harmony_lab.planner.result import Candidate, Rejected, SearchResult
-from harmony_lab.planner.staying import bare, mirror, shifted, stayed, staying, updating
+from harmony_lab.planner.staying import bare, mirror, shifted, stayed, staying, stays, updating
 from harmony_lab.planner.switches import Switches
 from harmony_lab.planner.unfitting import what_does_not_fit
 from harmony_lab.simulator.engine import makespan_s
@@ -63,8 +64,9 @@ class Exploration:
         modes: Sequence[Mode | str],
         switches: Switches,
         shown: int,
+        known: Sequence[Plan] = (),
     ) -> None:
-        _check(profile, minibatch_size, modes)
+        check_asked(profile, minibatch_size, modes, switches, shown)
         self.profile, self.machine, self.minibatch_size = profile, machine, minibatch_size
         self.switches, self.shown = switches, max(shown, _ALWAYS)
         self.costs = PackCosts(profile)
@@ -81,6 +83,9 @@ class Exploration:
         usable = [mode for mode in map(Mode, modes) if mode is Mode.PP or not self._dp_problem()]
         # On one device the modes are the same program.
         self.modes = usable[:1] if machine.num_devices == 1 else usable
+        self.known = [
+            plan.with_(fingerprint=plan.fingerprint or profile.fingerprint) for plan in known if self._is_allowed(plan)
+        ]
 
     @property
     def best_s(self) -> float:
@@ -123,6 +128,7 @@ class Exploration:
             yield from self._shifted()
             if self.switches.updates_on_devices:
                 yield from self._that_update(best)
+        yield from self._known_before()
 
     def result(self) -> SearchResult:
         """What has been found so far."""
@@ -134,21 +140,24 @@ class Exploration:
             num_skipped=self.num_skipped,
         )
 
+    def _options(self, mode: Mode, prefetch: int, peers: bool, budget_bytes: int) -> Candidates:
+        return Candidates(
+            self.costs,
+            self.machine,
+            self.minibatch_size,
+            mode,
+            prefetch=prefetch,
+            peers=peers,
+            budget_bytes=budget_bytes,
+        )
+
     # -- candidates ---------------------------------------------------------------------------------------------------
 
     def _of_setting(self, mode: Mode, prefetch: int, peers: bool) -> Iterator[float]:
         budget, margin = min(self.machine.budgets), 0
         for attempt in range(_RETRIES):
             self.excess_bytes = 0
-            options = Candidates(
-                self.costs,
-                self.machine,
-                self.minibatch_size,
-                mode,
-                prefetch=prefetch,
-                peers=peers,
-                budget_bytes=budget - margin,
-            )
+            options = self._options(mode, prefetch, peers, budget - margin)
             promising = options.best(max(_SPARE * self.shown, _AT_HAND))
             spent, skipped = self.num_ops, 0
             if attempt == 0:
@@ -180,16 +189,7 @@ class Exploration:
         """The most promising for less memory, whose packs are smaller: some are best because more is fetched ahead or
         stays, of which a forecast knows little."""
         for share in _LESS:
-            budget_bytes = int(share * options.budget_bytes)
-            less = Candidates(
-                self.costs,
-                self.machine,
-                self.minibatch_size,
-                options.mode,
-                prefetch=options.prefetch,
-                peers=options.peers,
-                budget_bytes=budget_bytes,
-            )
+            less = self._options(options.mode, options.prefetch, options.peers, int(share * options.budget_bytes))
             for four in less.best(_AT_HAND)[:_OF_LESS]:
                 seconds = self._simulated(less.plan(four))
                 if seconds is not None:
@@ -218,9 +218,7 @@ class Exploration:
             start = min(left, key=lambda found: found.step_s)
             tried_from.add(start.plan)
             idle += 1
-            for plan in neighbours(start.plan, options.forward_sizes, options.backward_sizes):
-                if options.equal_sizes and plan.forward_microbatch_size != plan.backward_microbatch_size:
-                    continue
+            for plan in self._neighbours(start.plan, options):
                 if self._is_hopeless(plan):
                     continue
                 seconds = self._simulated(plan)
@@ -229,6 +227,11 @@ class Exploration:
                 if seconds is not None and seconds < best_s:
                     best_s, idle = seconds, 0
                     yield seconds
+
+    def _neighbours(self, plan: Plan, options: Candidates) -> Iterator[Plan]:
+        for other in neighbours(plan, options.forward_sizes, options.backward_sizes):
+            if not options.equal_sizes or other.forward_microbatch_size == other.backward_microbatch_size:
+                yield other
 
     def _that_stay(self) -> Iterator[float]:
         """Variants in which what fits stays on the devices: of the best plans found, then of what looks promising."""
@@ -252,21 +255,70 @@ class Exploration:
                 best_of.setdefault((found.plan.mode, len(found.plan.backward_packs)), found)
         limit = self.num_ops + _NEIGHBOURS_OPS * self.shown
         for first in list(best_of.values())[: _SHIFTED * len(self.modes)]:
-            start: Candidate = first
-            best: Candidate | None = first
-            while best is not None:
-                start, best = best, None
-                for plan in shifted(start.plan):
-                    seconds = math.inf if self._is_hopeless(plan) else self._simulated(plan)
-                    if self.num_ops > limit:
-                        return
-                    if seconds is not None and seconds < start.step_s:
-                        yield seconds
-                        best = self.found[plan]
-                        break
-            if start is not first:  # other packs may stay now
-                for _, seconds in staying(bare(start.plan), self._simulated):
+            best = yield from self._climbed(first, shifted, limit)
+            if self.num_ops > limit:
+                return
+            if best is not first:  # other packs may stay now
+                for _, seconds in staying(bare(best.plan), self._simulated):
                     yield seconds
+
+    def _climbed(
+        self, best: Candidate, steps: Callable[[Plan], Iterator[Plan]], limit: int
+    ) -> Generator[float, None, Candidate]:
+        """From a plan to the first of the ``steps`` from it that is better, and on from that; until no more than so
+        many ops have been simulated."""
+        start: Candidate | None = None
+        while start is not best:
+            start = best
+            for plan in steps(start.plan):
+                seconds = math.inf if self._is_hopeless(plan) else self._simulated(plan)
+                if self.num_ops > limit:
+                    return best
+                if seconds is not None and seconds < start.step_s:
+                    yield seconds
+                    best = self.found[plan]
+                    break
+        return best
+
+    # -- plans that were known before -----------------------------------------------------------------------------
+
+    def _is_allowed(self, plan: Plan) -> bool:
+        """Whether it is one of the plans that are looked for."""
+        alike = (plan.minibatch_size, plan.num_devices) == (self.minibatch_size, self.machine.num_devices)
+        alike = alike and plan.precision is self.profile.precision
+        return alike and plan.mode in self.modes and self.switches.allow(plan)
+
+    def _known_before(self) -> Iterator[float]:
+        """These compete too; on from the best of each mode, where it is better than all that was found without.
+
+        They come last, so that nothing is lost that a search without them finds.
+        """
+        for mode in self.modes:
+            before = self.best_of.get(mode, math.inf)
+            seconds = [self._simulated(plan) for plan in self.known if plan.mode is mode]
+            yield from (one for one in seconds if one is not None)
+            if self.best_of.get(mode, math.inf) < before / _NO_BETTER:
+                yield from self._searched_around(self._best_of(mode))
+
+    def _searched_around(self, best: Candidate) -> Iterator[float]:
+        """Its neighbours, and what stays on the devices with its packs, also where these are moved."""
+        plan = best.plan
+        options = self._options(plan.mode, plan.prefetch, plan.peer_transfers, min(self.machine.budgets))
+
+        def steps(start: Plan) -> Iterator[Plan]:
+            return shifted(start) if stays(start) else self._neighbours(start, options)
+
+        limit = self.num_ops + _NEIGHBOURS_OPS * self.shown
+        best = yield from self._climbed(best, steps, limit)
+        if self.switches.staying and best.plan.forward_packs:
+            alike = mirror(bare(best.plan))
+            devices = updatable(alike, self.profile, self.machine) if self.switches.updates_on_devices else ()
+            for _, seconds in staying(alike, self._simulated, devices):
+                yield seconds
+            yield from self._climbed(self._best_of(plan.mode), steps, limit)
+
+    def _best_of(self, mode: Mode) -> Candidate:
+        return min((found for found in self.found.values() if found.plan.mode is mode), key=rank)
 
     def _that_update(self, before: Sequence[Plan]) -> Iterator[float]:
         """Variants in which devices update what fits: of the best plans by now and of those ``before`` anything stayed,
@@ -292,15 +344,8 @@ class Exploration:
         yield from dict.fromkeys(mirror(plan) for plan in self._best_of_each_mode() if plan.forward_packs)
         promising = []
         for mode in self.modes:
-            options = Candidates(
-                self.costs,
-                self.machine,
-                self.minibatch_size,
-                mode,
-                prefetch=max(self.switches.prefetch),
-                peers=max(self.switches.peer_transfers),
-                budget_bytes=min(self.machine.budgets),
-            )
+            ahead, peers = max(self.switches.prefetch), max(self.switches.peer_transfers)
+            options = self._options(mode, ahead, peers, min(self.machine.budgets))
             promising += [(four.seconds, mirror(options.plan(four))) for four in options.mirrored()]
         for _, plan in sorted(promising, key=lambda pair: pair[0])[:_ALSO_FROM]:
             yield plan
@@ -350,15 +395,3 @@ class Exploration:
         if not self.modes:
             return PlanError("nothing to plan", [f"{one.description}: {one.reason}" for one in rejected])
         return what_does_not_fit(self.costs, self.machine, rejected, self.host_problem)
-
-
-def _check(profile: Profile, minibatch_size: int, modes: Sequence[Mode | str]) -> None:
-    if isinstance(minibatch_size, bool) or not isinstance(minibatch_size, int) or minibatch_size < 1:
-        raise PlanError(
-            "nothing to plan", [f"minibatch_size must be a whole number of at least 1, got {minibatch_size!r}"]
-        )
-    unknown = [mode for mode in modes if mode not in set(Mode)]
-    if isinstance(modes, str) or unknown or not modes:
-        raise PlanError("nothing to plan", [f"modes must be some of {[str(mode) for mode in Mode]}, got {modes!r}"])
-    if profile.first_trainable_layer == len(profile):
-        raise PlanError("nothing to plan", ["the model has no trainable parameter"])

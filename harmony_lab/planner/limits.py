@@ -190,7 +190,7 @@ class Limits:
         return f"{times}: {needs}, the host has {format_bytes(self.host_bytes)}"
 
 
-def limits(profile: Profile, machine: Machine | str, plan: Plan | None = None) -> Limits:
+def limits(profile: Profile, machine: Machine | str, plan: Plan | str | None = None) -> Limits:
     """What the machine can take of models like this one; with a ``plan``, its use of the host's memory too."""
     machine = Machine.of(machine)
     costs, budget = PackCosts(profile), min(machine.budgets)

@@ -67,6 +67,9 @@ class Candidate:
     def bubble_fraction(self) -> float:
         return self._details.bubble_fraction
 
+    def _repr_html_(self) -> str:
+        return f"{self.plan._repr_html_()}{self.trace()._repr_html_()}"
+
 
 class Rejected(NamedTuple):
     """Plans that were not possible, and why."""

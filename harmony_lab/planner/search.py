@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError, HostMemoryError, PlanDoesNotFitError, PlanError
 from harmony_lab.machine import Machine
-from harmony_lab.plan import Mode
+from harmony_lab.plan import Mode, Plan
+from harmony_lab.planner.asked import known_plans
 from harmony_lab.planner.exploration import Exploration, rank
 from harmony_lab.planner.result import Candidate, Rejected, SearchResult
 from harmony_lab.planner.switches import Switches
@@ -30,19 +31,22 @@ def search(
     switches: Switches | None = None,
     shown: int = 16,
     progress: Progress | None = None,
+    known: Sequence[Plan | str] = (),
 ) -> SearchResult:
     """Plans for that minibatch on every device of the machine, best first.
 
     ``profile``: one, or several of the same layers in different precisions, whose plans are then ranked together.
     ``shown``: how many candidates of each mode to simulate at least, where there are as many promising ones; their
     variants and neighbours are simulated beside them.  ``progress(done, total, what)`` is
-    called after each candidate; what it raises ends the search.  Raises ``PlanDoesNotFitError`` where no plan fits,
-    naming the layer that is too large, its bytes and the budget.
+    called after each candidate; what it raises ends the search.  ``known``: plans, or their texts, such as the best of
+    a search for less memory: those that a search like this one could give compete too, and are improved on where
+    nothing better is found.  Raises ``PlanDoesNotFitError`` where no plan fits, naming the layer that is too large, its
+    bytes and the budget.
     """
-    machine = Machine.of(machine)
+    machine, known = Machine.of(machine), known_plans(known)
     if not isinstance(profile, Profile):
-        return _in_all(profile, machine, minibatch_size, modes, switches, shown, progress)
-    run = Exploration(profile, machine, minibatch_size, modes, switches or Switches(), shown)
+        return _in_all(profile, machine, minibatch_size, modes, switches, shown, progress, known)
+    run = Exploration(profile, machine, minibatch_size, modes, switches or Switches(), shown, known)
     for _ in run.advance():
         if progress is not None:
             progress(run.done, run.done + run.left, f"best {format_seconds(run.best_s)}")
@@ -61,6 +65,7 @@ def _in_all(
     switches: Switches | None,
     shown: int,
     progress: Progress | None,
+    known: Sequence[Plan],
 ) -> SearchResult:
     """One ranking of the plans found with each profile; one with which nothing fits is told among what was rejected."""
     if not isinstance(profiles, Sequence) or not all(isinstance(profile, Profile) for profile in profiles):
@@ -78,7 +83,16 @@ def _in_all(
         counted.next()
         try:
             results.append(
-                search(profile, machine, minibatch_size, modes=modes, switches=switches, shown=shown, progress=counted)
+                search(
+                    profile,
+                    machine,
+                    minibatch_size,
+                    modes=modes,
+                    switches=switches,
+                    shown=shown,
+                    progress=counted,
+                    known=known,
+                )
             )
         except (PlanDoesNotFitError, HostMemoryError) as error:
             failed.append((profile, error))
@@ -119,8 +133,10 @@ def searching(
     modes: Sequence[Mode | str] = (Mode.DP, Mode.PP),
     switches: Switches | None = None,
     shown: int = 16,
+    known: Sequence[Plan | str] = (),
 ) -> Iterator[SearchResult]:
     """As ``search``, giving what has been found so far after every candidate; nothing where no plan fits."""
-    run = Exploration(profile, Machine.of(machine), minibatch_size, modes, switches or Switches(), shown)
+    options = switches or Switches()
+    run = Exploration(profile, Machine.of(machine), minibatch_size, modes, options, shown, known_plans(known))
     for _ in run.advance():
         yield run.result()

@@ -2,15 +2,15 @@
 
 The same packs forward and backward, each on one device (``Plan.mirrored`` in PP).  In the order of what they save per
 byte, boundaries' values stay, then weights, then all that backward needs; of each as many packs as fit, those that run
-last forward first: they wait least.  Then the optimizer's state, of the first layers' packs first: their update ends
-the iteration.
+last forward first: they wait least.  Then the optimizer's state, of the first layers' packs first, as their update ends
+the iteration: of as many as fit or fewer, as the host updates others at the same time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 from harmony_lab.plan import Mode, Pack, Plan
 
-__all__ = ["bare", "mirror", "shifted", "stayed", "staying", "updating"]
+__all__ = ["bare", "mirror", "shifted", "stayed", "staying", "stays", "updating"]
 
 Seconds = Callable[[Plan], float | None]
 _AS_FAST = 1 + 1e-9  # what stays need not gain time where nothing waits for what it saves: it moves less all the same
@@ -23,6 +23,11 @@ def mirror(plan: Plan) -> Plan:
         forward_microbatch_size=plan.backward_microbatch_size,
         mirrored=plan.mode is Mode.PP and plan.num_devices > 1,
     )
+
+
+def stays(plan: Plan) -> bool:
+    """Whether anything of the plan stays on the devices."""
+    return bool(plan.mirrored or plan.device_stash or plan.resident_packs or plan.device_updates)
 
 
 def bare(plan: Plan) -> Plan:
@@ -49,12 +54,14 @@ def staying(plan: Plan, seconds: Seconds, updatable: Sequence[Pack] = ()) -> Ite
         for found in _as_many(stay, plan, best, seconds, plan.forward_packs[::-1], as_fast=_AS_FAST):
             plan, best = found
             yield found
-    yield from _as_many(_updates, plan, best, seconds, updatable)
+    yield from _as_many(_updates, plan, best, seconds, updatable, or_fewer=True)
 
 
 def shifted(plan: Plan) -> Iterator[Plan]:
     """One edge between packs moved by a layer, for a plan with the same packs forward and backward; the same packs
-    stay."""
+    stay; none for another."""
+    if plan.forward_packs != plan.backward_packs[:-1]:
+        return
     edges = [pack.start for pack in plan.backward_packs] + [plan.num_layers]
     for number in range(1, len(edges) - 1):
         for step in (-1, 1):
@@ -79,7 +86,7 @@ def updating(plan: Plan, seconds: Seconds, updatable: Sequence[Pack]) -> Iterato
     best = seconds(plan)
     if best is not None:
         yield plan, best
-        yield from _as_many(_updates, plan, best, seconds, updatable)
+        yield from _as_many(_updates, plan, best, seconds, updatable, or_fewer=True)
 
 
 def _as_many(
@@ -90,20 +97,35 @@ def _as_many(
     packs: Sequence[Pack],
     *,
     as_fast: float = 1.0,
+    or_fewer: bool = False,
 ) -> Iterator[tuple[Plan, float]]:
-    """With as many of the first of these packs as fit, where that takes less than ``as_fast`` times as long."""
-    low, high = 0, len(packs)
+    """With as many of the first of these packs as fit, where that takes less than ``as_fast`` times as long; of fewer
+    the number that is best among those near it, as far as that is looked for."""
+
+    def of_first(number: int) -> Plan:
+        return stay(plan, tuple(sorted(packs[:number])))
+
+    low, high, number = 0, len(packs), 0
     while low < high:
         middle = (low + high + 1) // 2
-        tried = stay(plan, tuple(sorted(packs[:middle])))
-        found = seconds(tried)
+        found = seconds(of_first(middle))
         if found is None:
             high = middle - 1
             continue
         low = middle
         if found < best * as_fast:
-            yield tried, found
-            best = min(best, found)
+            yield of_first(middle), found
+            best, number = min(best, found), middle
+    step = min(2, (low + 1) // 2) if or_fewer else 0
+    while step:
+        for other in (number - step, number + step):
+            found = seconds(of_first(other)) if 0 < other < low else None
+            if found is not None and found < best:
+                yield of_first(other), found
+                best, number = found, other
+                break
+        else:
+            step //= 2
 
 
 def _values(plan: Plan, packs: tuple[Pack, ...]) -> Plan:

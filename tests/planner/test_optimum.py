@@ -4,8 +4,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
 import toy_profiles as toys
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from harmony_lab.costs import Profile
 from harmony_lab.errors import PlanDoesNotFitError
@@ -17,6 +18,7 @@ from harmony_lab.planner.search import Switches, search
 from harmony_lab.simulator.engine import makespan_s
 
 CASES = 200
+SEEDS = st.integers(0, 10**6)
 SWITCHES = Switches(prefetch=(1,), staying=False)
 
 
@@ -97,11 +99,32 @@ def test_the_search_finds_the_optimum_of_small_problems() -> None:
     assert sum(gap <= 1e-9 for gap in gaps) >= 0.95 * CASES
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_more_memory_or_bandwidth_never_makes_the_best_plan_slower(seed: int) -> None:
+def better(machine: Machine, memory: float, bandwidth: float) -> Machine:
+    """So many times the memory and the links' rates."""
+    links = tuple(replace(link, bytes_per_s=bandwidth * link.bytes_per_s) for link in machine.links)
+    return replace(machine.with_(memory=int(memory * machine.budgets[0])), links=links)
+
+
+FACTORS = {"memory": st.floats(1, 4), "bandwidth": st.floats(1, 10)}
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(seed=SEEDS, **FACTORS)
+def test_more_memory_or_bandwidth_never_makes_the_best_plan_slower(seed: int, memory: float, bandwidth: float) -> None:
     profile, machine, minibatch = problem(random.Random(seed))
     before = search(profile, machine, minibatch, switches=SWITCHES).candidates[0].step_s
-    roomy = machine.with_(memory=2 * machine.budgets[0])
-    faster = replace(machine, links=tuple(replace(link, bytes_per_s=2 * link.bytes_per_s) for link in machine.links))
-    for better in (roomy, faster):
-        assert search(profile, better, minibatch, switches=SWITCHES).candidates[0].step_s <= before * (1 + 1e-9)
+    for faster in (better(machine, memory, 1), better(machine, 1, bandwidth)):
+        assert search(profile, faster, minibatch, switches=SWITCHES).candidates[0].step_s <= before * (1 + 1e-9)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(seed=SEEDS, **FACTORS)
+def test_nor_with_every_switch_free_where_the_best_plan_from_before_is_known(
+    seed: int, memory: float, bandwidth: float
+) -> None:
+    profile, machine, minibatch = problem(random.Random(seed))
+    free = Switches(prefetch=(0, 1))
+    before = search(profile, machine, minibatch, switches=free, shown=2)
+    on = better(machine, memory, bandwidth)
+    after = search(profile, on, minibatch, switches=free, shown=2, known=[before.best])
+    assert after.candidates[0].step_s <= before.candidates[0].step_s * (1 + 1e-9)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import toy_profiles as toys
@@ -174,9 +175,25 @@ def test_the_bound_counts_frozen_layers_at_the_sizes_that_only_their_forward_has
     assert result.lower_bound_s <= result.candidates[0].step_s
 
 
-def test_switches_hold_something_to_choose_from() -> None:
-    with pytest.raises(PlanError, match=r"Switches\.prefetch must hold a value or more"):
-        Switches(prefetch=())
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prefetch": ()}, r"Switches\.prefetch must hold a value or more"),
+        ({"prefetch": 1}, "prefetch must be numbers of packs from 0 up, such as .*, got 1"),
+        ({"prefetch": (0, -1)}, "prefetch must be numbers of packs"),
+        ({"prefetch": ("1",)}, "prefetch must be numbers of packs"),
+        ({"peer_transfers": (1,)}, "peer_transfers must be True, False or both"),
+    ],
+)
+def test_switches_hold_something_to_choose_from(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Switches(**given)
+
+
+def test_everything_that_a_search_cannot_use_is_named_at_once() -> None:
+    with pytest.raises(PlanError) as caught:
+        search(toys.profile(4), toys.gpus(2), 0, modes=("tp",), switches=(0, 1), shown="all")  # type: ignore[arg-type]
+    assert {line.split()[0] for line in caught.value.violations} == {"minibatch_size", "modes", "switches", "shown"}
 
 
 def test_a_minibatch_that_cannot_be_dealt_is_the_reason_given() -> None:
