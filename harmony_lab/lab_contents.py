@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
 __all__ = ["contents", "fragment_html", "write_report"]
 
-_SHOWN_PLANS = 8
-
 
 def contents(lab: "Lab") -> dict[str, Any]:
     """Arguments of ``figures.report.training_sections``."""
@@ -32,6 +30,10 @@ def _facts(lab: "Lab") -> dict[str, str]:
     facts = {"model": repr(lab.layers), "minibatch": str(lab.minibatch_size)}
     if lab.only_planned:
         facts["only planned"] = lab.only_planned
+    if lab.profile is None and not lab.closed:
+        facts["not planned yet"] = (
+            "lab.prepare() profiles and plans; in a notebook, %load_ext harmony_lab shows the dashboard in this place"
+        )
     if lab.profile is not None:
         facts["costs"] = f"per layer and microbatch, on {lab.profile.device}"
         facts["training state"] = (
@@ -49,12 +51,10 @@ def _facts(lab: "Lab") -> dict[str, str]:
 
 def fragment_html(lab: "Lab") -> str:
     """The static form, to stand in a notebook's output."""
+    from harmony_lab.figures.images import as_images
     from harmony_lab.figures.report import sections_html, training_sections
 
-    shown = contents(lab) | {"profile": None}
-    if shown["result_frame"] is not None:
-        shown["result_frame"] = shown["result_frame"].head(_SHOWN_PLANS)
-    return sections_html(training_sections(**shown))
+    return as_images(sections_html(training_sections(**contents(lab) | {"profile": None})))
 
 
 def write_report(lab: "Lab", target: Path) -> Path:

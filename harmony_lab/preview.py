@@ -38,10 +38,8 @@ class Preview:
         return f"<Preview of {self.plan}{fits}\n {self.trace}>"
 
     def _repr_html_(self) -> str:
-        from harmony_lab.figures.svg import memory_svg, timeline_svg
-
         problem = "" if self.problem is None else f"<p><b>This plan does not fit.</b> {escape(self.problem)}</p>"
-        return f"<pre>{escape(str(self.plan))}</pre>{problem}{timeline_svg(self.trace)}{memory_svg(self.trace)}"
+        return f"{self.plan._repr_html_()}{problem}{self.trace._repr_html_()}"
 
 
 def preview(plan: Plan, profile: Profile, machine: Machine) -> Preview:

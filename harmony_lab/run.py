@@ -322,8 +322,10 @@ class Run:
         try:
             task.on_step(record)
         except Exception as error:  # logging only watches, as listeners do
-            _log.exception("on_step failed after step %d", number + 1)
-            self._note(f"on_step failed with {type(error).__name__}: {error}; training went on")
+            note = f"on_step failed with {type(error).__name__}: {error}; training went on"
+            if note not in self._notes:
+                _log.exception("on_step failed after step %d", number + 1)
+            self._note(note)
 
     def _record(self, trace: Trace | None) -> None:
         if trace is not None:
@@ -359,11 +361,9 @@ class Run:
                 self._notes.append(text)
 
     def _note_size(self, number: int, size: int) -> None:
-        if size != self.plan.minibatch_size:
-            self._note(
-                f"step {number + 1}: a batch of {size} ran instead of {self.plan.minibatch_size}, "
-                f"as {self.plan.for_minibatch(size)}"
-            )
+        ran = f"a batch of {size} ran instead of {self.plan.minibatch_size} "
+        if size != self.plan.minibatch_size and not any(note.startswith(ran) for note in self._notes):
+            self._note(f"{ran}(first in step {number + 1}), as {self.plan.for_minibatch(size)}")
 
     def _describe(self, error: BaseException) -> TrainingError:
         """The error as text: frames would keep tensors alive for as long as somebody holds the error."""
@@ -391,8 +391,9 @@ class Run:
         return f"<Run {self}>"
 
     def _repr_html_(self) -> str:
+        from harmony_lab.figures.images import as_images
         from harmony_lab.figures.svg import loss_svg
 
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
         error = f"<pre>{escape(str(self._error))}</pre>" if self._error else ""
-        return f"<p>{escape(str(self))}</p>{error}{notes}{loss_svg(self.losses)}"
+        return f"<p>{escape(str(self))}</p>{error}{notes}{as_images(loss_svg(self.losses))}"

@@ -179,10 +179,17 @@ class Trace:
 
     def __str__(self) -> str:
         peaks = ", ".join(format_bytes(peak) for peak in self.peak_bytes)
+        timing = " in this timing" if self.origin is Origin.PREDICTED else ""
         return (
             f"{self.origin} iteration: {format_seconds(self.makespan_s)}, {format_bytes(self.swap_bytes)} swapped, "
-            f"{format_bytes(self.peer_bytes)} between devices, {self.bubble_fraction:.0%} idle, peak memory {peaks}"
+            f"{format_bytes(self.peer_bytes)} between devices, {self.bubble_fraction:.0%} idle, "
+            f"peak memory {peaks}{timing}"
         )
 
     def __repr__(self) -> str:
         return f"<Trace of a {self}>"
+
+    def _repr_html_(self) -> str:
+        from harmony_lab.figures.images import trace_html
+
+        return trace_html(self)

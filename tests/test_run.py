@@ -114,10 +114,10 @@ def test_iterator_that_ends_early_is_noted() -> None:
     assert "ended after 2 of 5 steps" in run.notes[0]
 
 
-def test_smaller_last_batch_is_noted_with_the_plan_it_ran_under() -> None:
-    run = start(CountingTrainer(), ["aaaa", "bb"], 2).wait()
+def test_smaller_last_batch_is_noted_once_with_the_plan_it_ran_under() -> None:
+    run = start(CountingTrainer(), ["aaaa", "bb"], 6).wait()
     assert len(run.notes) == 1
-    assert "step 2: a batch of 2 ran instead of 4" in run.notes[0]
+    assert "a batch of 2 ran instead of 4 (first in step 2)" in run.notes[0]
     assert str(PLAN.for_minibatch(2)) in run.notes[0]
 
 

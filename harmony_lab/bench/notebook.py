@@ -23,7 +23,7 @@ __all__ = ["bench_notebook", "gpt2_xl_lab", "repeated", "to_json"]
 _CONTEXT = 1024
 _MINIBATCH = 64
 _MACHINE = "4x1080ti"
-_TABS = ("Links", "Swaps", "Compare")  # that are drawn anew with every plan, beside the one that is open at first
+_TABS = ("Links", "Swaps", "Candidates", "Compare")  # drawn anew with every plan, beside the one open at first
 _SPANS = 100_000
 _TRIES = 3
 _PATIENCE_S = 300.0
@@ -186,9 +186,7 @@ def _turns_in(tab: str, dashboard: Any, sent: _Sent, count: int) -> float:
 
 def _saved_bytes(lab: Lab, view: Any, others: set[str]) -> int:
     """Of a notebook with this dashboard as its one output: widgets, their state, and the static form."""
-    from harmony_lab.notebook.images import as_images
-
-    outputs = [view._repr_mimebundle_(), {"text/html": as_images(lab._repr_html_()), "text/plain": repr(lab)}]
+    outputs = [view._repr_mimebundle_(), {"text/html": lab._repr_html_(), "text/plain": repr(lab)}]
     state = {name: value for name, value in _widgets_state().items() if name not in others}
     return len(json.dumps({"outputs": outputs, "metadata": state}, default=str))
 

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from harmony_lab.figures.scales import byte_unit, time_unit
 from harmony_lab.figures.spec import Spec
-from harmony_lab.figures.theme import INK_COLOUR, MODE_COLOURS, label, looks
+from harmony_lab.figures.theme import CRITICAL_COLOUR, INK_COLOUR, MODE_COLOURS, label, looks
 from harmony_lab.plan import Mode
 from harmony_lab.units import format_bytes, format_seconds
 
@@ -28,8 +28,8 @@ def candidates_scatter(frame: "pandas.DataFrame") -> go.Figure:
     return go.Figure(candidates_spec(frame))
 
 
-def candidates_spec(frame: "pandas.DataFrame") -> Spec:
-    """``candidates_scatter`` as plain data."""
+def candidates_spec(frame: "pandas.DataFrame", at_hand: tuple[int, float] | None = None) -> Spec:
+    """``candidates_scatter`` as plain data; with a cross for another plan, by its peak and its seconds."""
     size = byte_unit(float(frame["peak_bytes"].max()) if len(frame) else 0)
     time = time_unit(float(frame["step_s"].max()) if len(frame) else 1)
     peaks, steps = frame["peak_bytes"].to_numpy(dtype=float) / size.size, frame["step_s"].to_numpy(float) / time.size
@@ -66,6 +66,18 @@ def candidates_spec(frame: "pandas.DataFrame") -> Spec:
                 "mode": "markers",
                 "name": "best",
                 "marker": {"symbol": "circle-open", "size": 18, "color": INK_COLOUR, "line": {"width": 2}},
+                "hoverinfo": "skip",
+            }
+        )
+    if at_hand is not None:
+        data.append(
+            {
+                "type": "scatter",
+                "x": [at_hand[0] / size.size],
+                "y": [at_hand[1] / time.size],
+                "mode": "markers",
+                "name": "the plan at hand",
+                "marker": {"symbol": "cross-thin", "size": 14, "line": {"width": 2.5, "color": CRITICAL_COLOUR}},
                 "hoverinfo": "skip",
             }
         )

@@ -6,6 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from harmony_lab.figures.critical import critical_path
+from harmony_lab.figures.images import as_images, plan_html
 from harmony_lab.figures.memory import memory_spec
 from harmony_lab.figures.spec import Spec
 from harmony_lab.figures.svg import memory_svg, timeline_svg
@@ -170,9 +171,9 @@ def comparison_html(a: Side, b: Side) -> str:
     until_s = max(a.trace.makespan_s, b.trace.makespan_s)
     rows = [[row.what, row.a, row.b, row.change] for row in comparison_rows(a, b)]
     table = table_html(["", f"A: {a.name}", f"B: {b.name}", "B against A"], rows)
-    plans = "".join(f"<pre>{letter}: {escape(side.plan)}</pre>" for letter, side in zip("AB", (a, b), strict=True))
+    plans = "".join(plan_html(f"{letter}: {side.plan}") for letter, side in zip("AB", (a, b), strict=True))
     pictures = "".join(
         f"<h4>{letter}: {escape(side.name)}</h4>{timeline_svg(side.trace, until_s=until_s)}{memory_svg(side.trace)}"
         for letter, side in zip("AB", (a, b), strict=True)
     )
-    return f"{plans}{table}{pictures}"
+    return f"{plans}{table}{as_images(pictures)}"

@@ -16,6 +16,7 @@ __all__ = ["CriticalPath", "critical_line", "critical_path"]
 
 _SHOWN_KINDS: Final = 4
 _LEAST_SHARE: Final = 0.005
+_MANY_STRETCHES: Final = 150  # of the line: a thick one would cover all else
 
 
 class CriticalPath(NamedTuple):
@@ -97,6 +98,6 @@ def critical_line(
         "y": np.repeat(rows[numbers[first]], 2).astype(np.int16),
         "xaxis": x,
         "yaxis": y,
-        "line": {"color": CRITICAL_COLOUR, "width": 2.5},
+        "line": {"color": CRITICAL_COLOUR, "width": 2.5 if len(first) <= _MANY_STRETCHES else 1.2},
         "hoverinfo": "skip",
     }

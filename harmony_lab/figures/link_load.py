@@ -8,7 +8,7 @@ import numpy.typing as npt
 from harmony_lab.compiled import Ints
 from harmony_lab.figures.moves import moves
 from harmony_lab.figures.scales import time_unit
-from harmony_lab.figures.spec import Spec
+from harmony_lab.figures.spec import Spec, time_range
 from harmony_lab.figures.theme import SEQUENTIAL, looks
 from harmony_lab.machine import HOST, Direction, Hop
 from harmony_lab.trace import Trace
@@ -114,7 +114,7 @@ def link_load_spec(trace: Trace, *, left: int = 130) -> Spec:
     }
     layout["xaxis"] = {
         "title": {"text": f"time ({unit.name})"},
-        "range": [0, trace.makespan_s / unit.size * 1.005 or 1.0],
+        "range": time_range(trace.makespan_s, unit.size),
         "showgrid": False,
     }
     layout["yaxis"] = {"autorange": "reversed", "showgrid": False, "type": "category", "fixedrange": True}

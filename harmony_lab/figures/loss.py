@@ -14,6 +14,7 @@ __all__ = ["loss_curve", "loss_spec"]
 
 _MOST_POINTS: Final = 2000
 _MOST_MARKERS: Final = 60
+_FEWEST_STEPS: Final = 6  # that the axis has room for
 
 
 def loss_curve(losses: Sequence[float]) -> go.Figure:
@@ -33,6 +34,9 @@ def loss_spec(losses: Sequence[float]) -> Spec:
         "marker": {"size": 5},
         "hovertemplate": "step %{x}: %{y:.4f}<extra></extra>",
     }
-    title = f"Loss: {losses[0]:.4g} → {losses[-1]:.4g}" if losses else "Loss: no step yet"
-    layout = looks(title=title, height=280, legend=False) | {"xaxis": {"title": {"text": "step"}}}
+    title = f"Loss: {losses[0]:#.4g} → {losses[-1]:#.4g}" if losses else "Loss: no step yet"
+    layout = looks(title=title, height=280, legend=False)
+    layout["xaxis"] = {"title": {"text": "step"}, "range": [0.5, max(_FEWEST_STEPS, len(losses)) + 0.5]}
+    if len(losses) <= _FEWEST_STEPS:  # or there would be ticks between steps
+        layout["xaxis"]["dtick"] = 1
     return {"data": [line], "layout": layout}

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from harmony_lab.figures.footprint import INCLUDED, Footprint, footprints
 from harmony_lab.figures.scales import Unit, byte_unit, time_unit
-from harmony_lab.figures.spec import Spec, panel_axes, panel_domains, panel_title
+from harmony_lab.figures.spec import ZOOMED, Spec, panel_axes, panel_domains, panel_title, time_range
 from harmony_lab.figures.theme import ALARM_COLOUR, BUDGET_COLOUR, INK_COLOUR, TENSOR_COLOURS, label, looks
 from harmony_lab.program import TensorKind
 from harmony_lab.trace import Trace
@@ -47,7 +47,7 @@ def memory_spec(
     plot_pixels = count * _PANEL_PIXELS + (count - 1) * _GAP_PIXELS
     title = f"Memory, {name or trace.origin}<br><sup>{INCLUDED}</sup>"
     layout = looks(title=title, height=plot_pixels + 165, left=left, top=70)
-    layout |= {"hovermode": "x unified", "hoversubplots": "single", "shapes": [], "annotations": []}
+    layout |= {"hovermode": "x unified", "hoversubplots": "single", "meta": ZOOMED, "shapes": [], "annotations": []}
     data: list[dict[str, Any]] = []
     seen: set[TensorKind] = set()
     for row, ((low, high), device) in enumerate(
@@ -55,7 +55,7 @@ def memory_spec(
     ):
         x, y = panel_axes(row)
         ceiling = max(device.peak_bytes, device.budget_bytes, most_bytes) / size.size * _CEILING
-        layout[f"xaxis{x[1:]}"] = {"anchor": y, "range": [0, end_s / time.size or 1.0]}
+        layout[f"xaxis{x[1:]}"] = {"anchor": y, "range": time_range(end_s, time.size)}
         layout[f"yaxis{y[1:]}"] = {
             "anchor": x,
             "domain": [low, high],

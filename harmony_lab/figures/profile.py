@@ -36,7 +36,7 @@ def profile_figure(profile: Profile, microbatch_size: int | None = None) -> go.F
     _byte_bars(figure, profile, 2, TensorKind.WEIGHT, [float(layer.parameter_bytes) for layer in profile.layers])
     _byte_bars(figure, profile, 3, TensorKind.SAVED, [cost.saved_bytes for cost in costs])
     _lines_by_size(figure, profile)
-    title = f"{profile.model} on {profile.device}, microbatches of {size}"
+    title = f"Layers of {profile.model}<br><sup>microbatches of {size}; on {profile.device}</sup>"
     dress(figure, title=title, height=680, top=70)
     figure.update_layout(barmode="stack", bargap=0.15)
     for row in (1, 2, 3):

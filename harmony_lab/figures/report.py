@@ -100,7 +100,7 @@ def training_sections(
     if traces:
         sections.append(Section("One iteration", traces_html(traces)))
     if plan is not None:
-        sections.append(Section("Plan", f"<pre>{escape(str(plan))}</pre>"))
+        sections.append(Section("Plan", plan._repr_html_()))
     if losses:
         sections.append(Section("Loss", loss_svg(losses)))
     if traces:

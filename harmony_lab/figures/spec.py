@@ -3,14 +3,23 @@
 import json
 from base64 import b64encode
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["Spec", "panel_axes", "panel_domains", "panel_title", "spec_json"]
+__all__ = ["ZOOMED", "Spec", "panel_axes", "panel_domains", "panel_title", "spec_json", "time_range"]
 
 Spec = dict[str, Any]
 """``{"data": [trace, ...], "layout": {...}}``, as plotly.js and ``plotly.graph_objects.Figure`` take it."""
+
+
+ZOOMED: Final = {"zoomed": True}
+"""A layout's ``meta`` where the dashboard zooms the figure's time with that of others beside it (``plot.js``)."""
+
+
+def time_range(longest_s: float, unit_s: float) -> list[float]:
+    """Of a time axis: the same in all figures of one length, so that they can stand one below the other."""
+    return [0, longest_s / unit_s * 1.005 or 1.0]
 
 
 def spec_json(spec: Spec) -> str:

@@ -287,7 +287,7 @@ def loss_svg(losses: Sequence[float]) -> str:
     points = [(panel.x(i + 1), panel.y(losses[i])) for i in kept if np.isfinite(losses[i])]
     path = "L".join(f"{number(x)} {number(y)}" for x, y in points)
     parts.append(f'<path d="M{path}" fill="none" stroke="{ACCENT_COLOUR}" stroke-width="2" stroke-linejoin="round"/>')
-    title = f"Loss: {losses[0]:.4g} → {losses[-1]:.4g}"
+    title = f"Loss: {losses[0]:#.4g} → {losses[-1]:#.4g}"
     return picture(panel.bottom + 44, title, f"{title} over {len(losses)} steps", parts)
 
 

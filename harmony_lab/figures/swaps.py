@@ -17,6 +17,7 @@ __all__ = ["candidate_heatmap", "candidate_swap_spec", "swap_heatmap", "swap_spe
 _MOST_LABELLED_ROWS: Final = 60
 _MOST_LABELLED_COLUMNS: Final = 16
 _FEWEST_DECADES: Final = 2.0  # so that nearly equal volumes look alike
+_MOST_DECADES: Final = 3.0  # so that a few bytes somewhere do not make all else look alike
 _MOST_PIXELS: Final = 900
 
 
@@ -57,7 +58,8 @@ def _heatmap(volumes: Volumes, title: str, *, top: int = 40) -> Spec:
         note = {"text": "nothing is moved", "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
         return {"data": [], "layout": layout | {"annotations": [note]}}
     high = float(np.log10(present.max()))
-    low = min(float(np.log10(present.min())) - 0.2, high - _FEWEST_DECADES)
+    least = float(np.log10(present.min())) - 0.2
+    low = max(min(least, high - _FEWEST_DECADES), high - _MOST_DECADES)
     labelled = rows <= _MOST_LABELLED_ROWS and columns <= _MOST_LABELLED_COLUMNS
     heat = {
         "type": "heatmap",

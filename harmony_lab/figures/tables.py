@@ -28,7 +28,7 @@ def facts_html(facts: Mapping[str, str]) -> str:
 
 
 def candidates_html(frame: "pandas.DataFrame", limit: int = 10) -> str:
-    """The best ``limit`` rows of a ranking (``SearchResult.to_frame``)."""
+    """The best ``limit`` rows of a ranking (``SearchResult.to_frame``); of those that read the same the first."""
     head = (
         "rank",
         "mode",
@@ -41,8 +41,14 @@ def candidates_html(frame: "pandas.DataFrame", limit: int = 10) -> str:
         "peer",
         "idle",
     )
-    table = table_html(head, (_candidate(row) for row in frame.head(limit).to_dict("records")))
-    left = len(frame) - limit
+    unlike: dict[tuple[str, ...], list[str]] = {}
+    for row in frame.to_dict("records"):
+        texts = _candidate(row)
+        unlike.setdefault(tuple(texts[1:]), texts)
+        if len(unlike) == limit:
+            break
+    table = table_html(head, unlike.values())
+    left = len(frame) - len(unlike)
     return table + (f"<p>and {left} more</p>" if left > 0 else "")
 
 

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from harmony_lab.figures.critical import CriticalPath, critical_line, critical_path
 from harmony_lab.figures.lanes import KINDS, MOVING, Lanes, lanes, thinned
 from harmony_lab.figures.scales import Unit, time_unit
-from harmony_lab.figures.spec import Spec, panel_axes, panel_domains, panel_title
+from harmony_lab.figures.spec import ZOOMED, Spec, panel_axes, panel_domains, panel_title, time_range
 from harmony_lab.figures.theme import GRID_COLOUR, OP_COLOURS, label, looks
 from harmony_lab.program import OpKind
 from harmony_lab.trace import Trace
@@ -43,7 +43,7 @@ def timeline_spec(trace: Trace) -> Spec:
     path = critical_path(trace)
     height = 135 + _ROW_PIXELS * max(3, len(bars.names))
     layout = looks(title=_title(trace, path), height=height, left=TIMELINE_LEFT, top=60)
-    layout |= {"barmode": "overlay", "bargap": 0}
+    layout |= {"barmode": "overlay", "bargap": 0, "meta": ZOOMED}
     layout["xaxis"] = _time_axis(trace.makespan_s, titled=True)
     layout["yaxis"] = _rows_axis(bars)
     layout["shapes"] = _edges(bars, 0)
@@ -63,7 +63,7 @@ def timelines_spec(title: str, named: Sequence[tuple[str, Trace]]) -> Spec:
     heights = [_ROW_PIXELS * max(3, len(bars.names)) for bars in drawn]
     gaps = _GAP_PIXELS * (len(named) - 1)
     layout = looks(title=title, height=120 + gaps + sum(heights), left=TIMELINE_LEFT, top=70)
-    layout |= {"barmode": "overlay", "bargap": 0, "shapes": [], "annotations": []}
+    layout |= {"barmode": "overlay", "bargap": 0, "meta": ZOOMED, "shapes": [], "annotations": []}
     data: list[dict[str, Any]] = []
     seen: set[str] = set()
     last = len(named) - 1
@@ -186,5 +186,5 @@ def _edges(bars: Lanes, row: int) -> list[dict[str, Any]]:
 
 def _time_axis(longest_s: float, *, titled: bool) -> dict[str, Any]:
     unit = time_unit(longest_s)
-    axis: dict[str, Any] = {"range": [0, longest_s / unit.size * 1.005 or 1.0]}
+    axis: dict[str, Any] = {"range": time_range(longest_s, unit.size)}
     return axis | ({"title": {"text": f"time ({unit.name})"}} if titled else {})

@@ -1,10 +1,12 @@
 """AtRest: what a dashboard finds out once nobody turns any more: what every knob does, what a run takes, baselines."""
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from harmony_lab.costs import Profile
 from harmony_lab.lab_costs import forecast_on
+from harmony_lab.notebook.baselines_elsewhere import BaselinesElsewhere, is_large
 from harmony_lab.notebook.candidates import CandidateTable, Line, pending_line
 from harmony_lab.notebook.effects import effects
 from harmony_lab.notebook.knob_panel import KnobPanel
@@ -24,7 +26,7 @@ _AFTER_S = 0.3  # so that nobody who still turns waits for it
 
 class AtRest:
     """A thread of its own that does one short piece at a time; ``show_plan`` makes it leave what it does for the plan
-    before."""
+    before.  A large model's baselines come from a process, which another thread listens to."""
 
     def __init__(
         self,
@@ -38,18 +40,23 @@ class AtRest:
         self._table, self._knobs, self._launcher = parts
         self._num_shown = 0  # plans
         self._worker = Worker("harmony-lab dashboard effects", on_error, delay_s=_AFTER_S)
+        self._listener = Worker("harmony-lab dashboard baselines", on_error)
+        self._elsewhere: BaselinesElsewhere | None = None
 
     def close(self) -> None:
         self._num_shown += 1  # nobody wants to know any more
         self._worker.close()
+        self._listener.close()
+        if self._elsewhere is not None:
+            self._elsewhere.stop()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """As ``Worker.wait_idle``."""
-        return self._worker.wait_idle(timeout_s)
+        return self._listener.wait_idle(timeout_s) and self._worker.wait_idle(timeout_s)
 
     def rank(self, ranking: list[Line], profile: Profile) -> None:
         """Show the ranking now, and one baseline after the other below it."""
-        result, names = self._lab.result, self._sides.baselines
+        lab, result, names = self._lab, self._lab.result, self._sides.baselines
         found: list[Line] = []
 
         def show() -> None:
@@ -65,8 +72,23 @@ class AtRest:
                     self._worker.submit("baselines", add)
                     return
 
+        def listen() -> None:
+            with contextlib.suppress(OSError):  # where no process can be started
+                self._elsewhere = BaselinesElsewhere(profile, lab.machine, lab.minibatch_size, names)
+            for told in () if self._elsewhere is None else self._elsewhere.answers():
+                found.append(self._sides.line(told))
+                show()
+            if len(found) < len(names):  # the process has ended early
+                self._worker.submit("baselines", add)
+
         show()
-        self._worker.submit("baselines", add)
+        if self._elsewhere is not None:
+            self._elsewhere.stop()
+            self._elsewhere = None
+        if is_large(profile, lab.machine, lab.minibatch_size):
+            self._listener.submit("baselines", listen)
+        else:
+            self._worker.submit("baselines", add)
 
     def show_plan(self, plan: Weighed, reference: Plan, base: Plan, profile: Profile) -> None:
         """Find what training with that plan takes, and the effect of every knob; see ``effects``."""

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import anywidget
 import traitlets
 
-from harmony_lab.figures.comparison import Side
 from harmony_lab.machine import Machine
+from harmony_lab.notebook.baselines_elsewhere import Told
 from harmony_lab.notebook.static_files import static_text
 from harmony_lab.plan import Mode
 from harmony_lab.planner.result import Candidate
@@ -23,7 +23,6 @@ __all__ = [
     "Line",
     "baseline_line",
     "candidate_lines",
-    "impossible_line",
     "pending_line",
 ]
 
@@ -67,27 +66,23 @@ def candidate_lines(frame: "pandas.DataFrame", candidates: Iterable[Candidate]) 
     ]
 
 
-def baseline_line(side: Side, bound_s: float) -> Line:
-    """A baseline.  ``bound_s``: what the gap is from; 0 where there is none."""
-    trace = side.trace
-    gap = trace.makespan_s / bound_s - 1 if bound_s else None
+def baseline_line(told: Told, machine: Machine, minibatch_size: int, bound_s: float) -> Line:
+    """A baseline, or why there is none.  ``bound_s``: what the gap is from; 0 where there is none."""
+    if not told.step_s:
+        return Line(["–", told.name, *["–"] * (len(COLUMNS) - 2)], [None] * len(COLUMNS), told.text)
+    gap = told.step_s / bound_s - 1 if bound_s else None
+    pace, peak = minibatch_size / told.step_s, max(told.peak_bytes)
     texts = [
-        *("–", side.name, "–", "–"),
-        format_seconds(trace.makespan_s),
-        f"{side.samples_per_s:.3g}",
-        format_bytes(max(side.peak_bytes)),
-        format_bytes(trace.swap_bytes),
-        f"{trace.bubble_fraction:.0%}",
+        *("–", told.name, "–", "–"),
+        format_seconds(told.step_s),
+        f"{pace:.3g}",
+        format_bytes(peak),
+        format_bytes(told.swap_bytes),
+        f"{told.bubble_fraction:.0%}",
         "–" if gap is None else f"{gap:.0%}",
     ]
-    values = [trace.makespan_s, side.samples_per_s, max(side.peak_bytes), trace.swap_bytes, trace.bubble_fraction, gap]
-    peaks = _peaks_text(side.peak_bytes, trace.machine)
-    return Line(texts, [None, None, None, None, *values], f"{side.plan}; peaks, at most: {peaks}")
-
-
-def impossible_line(name: str, reason: str) -> Line:
-    """A baseline that there is not."""
-    return Line(["–", name, *["–"] * (len(COLUMNS) - 2)], [None] * len(COLUMNS), reason)
+    values = [None, None, None, None, told.step_s, pace, peak, told.swap_bytes, told.bubble_fraction, gap]
+    return Line(texts, values, f"{told.text}; peaks, at most: {_peaks_text(told.peak_bytes, machine)}")
 
 
 def pending_line(name: str) -> Line:

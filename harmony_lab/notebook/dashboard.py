@@ -304,7 +304,7 @@ class Dashboard:
         # Where the user has turned on, what they turned stays visible: more is on its way.
         self.knobs.show(preview.plan, profile, lambda: number is None or self._requests.is_newest(number))
         self.figures.value = tiles_html(tiles(plan, self._reference or plan), self._caption(), preview.problem)
-        self.pictures.show_plan(preview.trace)
+        self.pictures.show_plan(preview.trace, max(plan.peak_bytes))
         self.knobs.enable(True)
         self.knobs.undo.disabled = not (self.knobs.refused or self._history.can_go_back)
         while self._hidden:
@@ -356,6 +356,7 @@ class Dashboard:
         self._allow_launch()
         if not run.active and run.trace is not None:
             self.pictures.show_measured(run.predicted, run.trace)
+            self.launcher.tell("The tab Measured has the last step beside the predicted one.")
 
     def _failed(self, error: Exception) -> None:
         self.progress.layout.display = "none"

@@ -125,4 +125,7 @@ def _difference(plan: Weighed, against: Weighed) -> str:
         ("peak", max(plan.peak_bytes), max(against.peak_bytes)),
         ("swapped", one.swap_bytes / samples, other.swap_bytes / before),
     )
-    return ", ".join(f"{name} {change(value, was)[0] or '±0 %'}" for name, value, was in parts)
+    told = {name: change(value, was)[0] or "±0 %" for name, value, was in parts}
+    if set(told.values()) == {"±0 %"}:
+        return "no difference"
+    return ", ".join(f"{name} {words}" for name, words in told.items())

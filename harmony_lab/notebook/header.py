@@ -22,7 +22,8 @@ def header_html(lab: "Lab") -> str:
     if profile is not None:
         lines.insert(0, f"<p>{_footprint(profile, lab)}</p>")
     if result is not None:
-        lines.append(f"<p>{escape(result.explain())}</p>")
+        binds, dot, rest = escape(result.explain()).partition(". ")
+        lines.append(f"<p><b>{binds}{dot}</b>{rest}</p>")
     return f'<div class="harmony-header"><h3>{model}</h3>{"".join(lines)}</div>'
 
 

@@ -47,6 +47,22 @@ _MEANINGS = {
     "num_kept_packs": "of those, packs that keep all that backward needs, so that nothing is computed again",
     "num_device_updates": "packs whose optimizer runs on the device, with its state there, instead of on the host",
 }
+_GROUPS = {
+    "how the work is shared out": ("mode", "minibatch_size", "devices", "mirrored"),
+    "microbatches and packs": (
+        "forward_microbatch_size",
+        "num_forward_packs",
+        "backward_microbatch_size",
+        "num_backward_packs",
+    ),
+    "transfers, updates, precision": ("prefetch", "peer_transfers", "updates", "precision"),
+    "what stays on the devices, instead of being fetched or computed again": (
+        "num_stashed",
+        "num_resident_packs",
+        "num_kept_packs",
+        "num_device_updates",
+    ),
+}
 _WIDE = {"description_width": "145px"}
 _AT_FIRST = 1024  # no slider's end later lies beyond that of its first range: the End key in a page goes no further
 _FULL = {"width": "auto"}
@@ -101,7 +117,10 @@ class KnobPanel:
         self.undo.on_click(lambda _: calls.undo())
         self.reset.on_click(lambda _: calls.reset())
         self.file = PlanFile(lambda: self._plan, self.take, self.complain)
-        rows = [ipywidgets.VBox([self.controls[name], self.effects[name]]) for name in self.controls]
+        rows = []
+        for title, names in _GROUPS.items():
+            rows.append(ipywidgets.HTML(f'<div class="harmony-group">{title}</div>'))
+            rows += [ipywidgets.VBox([self.controls[name], self.effects[name]]) for name in names]
         buttons = ipywidgets.HBox([self.undo, self.reset], layout={"flex_flow": "row wrap"})
         self.view = ipywidgets.VBox([*rows, self.message, buttons])
         cuts = ipywidgets.Box(list(self.cuts.values()), layout={"flex_flow": "row wrap"})

@@ -140,6 +140,9 @@ class LaunchPanel:
     def panel(self) -> RunPanel | None:
         return self._panel
 
+    def tell(self, message: str) -> None:
+        self.message.value = note_html(message)
+
     def complain(self, message: str) -> None:
         self.message.value = error_html(message)
 
@@ -166,7 +169,7 @@ class LaunchPanel:
             self.complain(str(error))
             return
         self.launch.disabled = self.verify.disabled = True
-        self.message.value = note_html(words)
+        self.tell(words)
         self.certificate.value = ""
         work(data)
 
@@ -182,7 +185,9 @@ class LaunchPanel:
 
 def _expectation(steps: int, step_s: float, forecast: Forecast) -> str:
     pairs = zip(forecast.device_peak_bytes, forecast.device_budget_bytes, strict=True)
-    devices = ", ".join(f"{format_bytes(peak)} of {format_bytes(budget)}" for peak, budget in pairs)
+    each = [f"{format_bytes(peak)} of {format_bytes(budget)}" for peak, budget in pairs]
+    alike = len(each) > 1 and len(set(each)) == 1
+    devices = f"{each[0]} each" if alike else ", ".join(each)
     count = "1 step takes" if steps == 1 else f"{steps} steps take"
     lacking = "" if forecast.fits else " That is more than there is."
     return (

@@ -19,6 +19,7 @@ from harmony_lab.units import format_bytes, format_seconds
 __all__ = ["RunPanel", "run_tiles"]
 
 _REST_S = 0.2  # between two paintings: a page need not follow thousand steps a second
+_RECENT = 20  # steps whose pace tells how long the others take
 _GROWTH = 1.02  # the curve is sent again when it has grown by this much: long runs stay cheap
 _WORDS = {
     RunStatus.RUNNING: "training",
@@ -39,7 +40,7 @@ def run_tiles(run: Run) -> list[Tile]:
     shown = [
         Tile("loss", f"{losses[-1]:.4f}", f"from {losses[0]:.4f}"),
         Tile("step, median", format_seconds(median_s), f"predicted {_predicted_step(run)}"),
-        Tile("throughput", f"{run.accumulate * run.plan.minibatch_size / median_s:.3g} samples/s"),
+        Tile("throughput", _pace(run, median_s), f"predicted {_pace(run, run.accumulate * predicted.makespan_s)}"),
     ]
     if trace is not None:
         what = "the last step" if run.accumulate == 1 else "the last minibatch"
@@ -56,6 +57,10 @@ def run_tiles(run: Run) -> list[Tile]:
             ),
         ]
     return shown
+
+
+def _pace(run: Run, step_s: float) -> str:
+    return f"{run.accumulate * run.plan.minibatch_size / step_s:.3g} samples/s"
 
 
 def _predicted_step(run: Run) -> str:
@@ -167,10 +172,18 @@ class RunPanel:
 def _headline(run: Run, done: int, asked: str) -> str:
     share = 100 * done / run.steps
     return (
-        f"<b>{asked or _WORDS[run.status]}</b>: step {done} of {run.steps}"
+        f"<b>{asked or _WORDS[run.status]}</b>: step {done} of {run.steps}{_left(run, done)}"
         f'<div class="harmony-bar" role="progressbar" aria-valuenow="{done}" aria-valuemax="{run.steps}">'
         f'<div style="width: {share:.1f}%"></div></div>'
     )
+
+
+def _left(run: Run, done: int) -> str:
+    """How long the steps to come take, at the pace of the last ones."""
+    recent = run.step_s[-_RECENT:]
+    if not recent or run.status is not RunStatus.RUNNING:
+        return ""
+    return f", about {format_seconds((run.steps - done) * statistics.median(recent))} left"
 
 
 def _trouble(run: Run) -> str:

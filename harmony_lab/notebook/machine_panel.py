@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MachinePanel"]
 
+_MEANING = (
+    "Another machine, by name (such as 8x3090, pcie4 x8 behind 2 switches) or this one changed: what the plan at hand "
+    "would do there, and which would be best. The Lab stays as it is."
+)
 _MOST_DEVICES = 16
 _FACTORS = tuple(2.0 ** (half / 2) for half in range(-6, 7))  # an eighth to eight times
 _WIDE = {"description_width": "150px"}
@@ -45,7 +49,7 @@ class MachinePanel:
         self._best: Weighed | None = None
         self._known: tuple[Profile, Machine, int, SearchResult] | None = None  # the last search
         self.preset = ipywidgets.Combobox(
-            placeholder="as it is; or such as 4x4090 or 8x3090, pcie4 x8 behind 2 switches",
+            placeholder="as it is, or such as 4x4090",
             description="machine",
             options=[f"{count}x{name}" for name in ("3090", "4090", "a6000", "h100") for count in (1, 4, 8)],
             continuous_update=False,
@@ -61,7 +65,7 @@ class MachinePanel:
             description="reset", icon="undo", tooltip="the machine as it is", layout={"width": "auto"}
         )
         self.take = ipywidgets.Button(
-            description="look at this plan here",
+            description="use that plan here",
             icon="check",
             tooltip="choose the best plan of the other machine on this one",
             layout={"width": "auto"},
@@ -85,7 +89,7 @@ class MachinePanel:
         self.take.on_click(weakly(self._take))
         self.measure.on_click(weakly(self._measure))
         buttons = ipywidgets.HBox([self.reset, self.take, self.measure], layout={"flex_flow": "row wrap"})
-        rows = [self.preset, self.devices, self.memory.view, self.link.view]
+        rows = [ipywidgets.HTML(note_html(_MEANING)), self.preset, self.devices, self.memory.view, self.link.view]
         self.view = ipywidgets.VBox([*rows, buttons, self.measured, self.status, self.shown_plan, self.best_plan])
 
     # -- what others ask ------------------------------------------------------------------------------------------
@@ -296,7 +300,7 @@ class MachinePanel:
         known = self._known
         if known is None or known[0] is not profile or known[1:3] != (machine, minibatch_size):
             wanted = while_wanted(lambda: number == self._asked)
-            result = search(profile, machine, minibatch_size, progress=wanted)
+            result = self._lab.searches.search(profile, machine, minibatch_size, progress=wanted)
             known = self._known = profile, machine, minibatch_size, result
         return known[3]
 

@@ -66,6 +66,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
 }
 _MAY_LACKCOMMANDS = ("profile", "lab", "compare")
 _WITHOUT_LAB = ("machine", "free", "help", "trace")
+_HELP = {"?", "-h", "--help"}
 
 
 def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -95,11 +96,15 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
 
 def words(line: str) -> list[str]:
-    """Of a line; a semicolon at its end, which keeps IPython from showing the result, is none of them."""
+    """Of a line; a semicolon at its end, which keeps IPython from showing the result, is none of them.
+
+    Whoever asks for help, ``--help`` or ``?`` after any command, is given it.
+    """
     try:
-        return shlex.split(line.rstrip().rstrip(";"))
+        given = shlex.split(line.rstrip().rstrip(";"))
     except ValueError as error:
         raise UsageError(f"%harmony: {error}; close the quotation") from None
+    return given if _HELP.isdisjoint(given) else ["help"]
 
 
 def _norm(text: str) -> float:

@@ -194,11 +194,13 @@ class _Magic:
             return Contenders(lab.machine, lab.minibatch_size).side(text, lab.profile)
         if "=" in text:
             return side("the plan given", lab.preview(text))
-        plan = self._value(text)
+        names = self._ipython.user_ns
+        plan = names.get(text)
         if not isinstance(plan, Plan):
+            what = f"a {type(plan).__name__}" if text in names else "no name in this notebook"
             raise UsageError(
-                f"%harmony compare: {text!r} is a {type(plan).__name__}; give a rank, a Plan, its text, chosen, or one "
-                f"of {', '.join(Contenders.names)}"
+                f"%harmony compare: {text!r} is {what}; give a rank, a Plan, its text, chosen, or one of "
+                f"{', '.join(map(repr, Contenders.names))}"
             )
         return side(text, lab.preview(plan))
 

@@ -23,7 +23,7 @@ def page(
         status
         candidates      │ knobs          on a narrow page one below the other
         packs and plan  │
-        figures, pictures, launch
+        figures, launch, pictures
     """
     ranking = ipywidgets.VBox([table, ipywidgets.HTML(note_html(LEGEND))])
     sections = [_section("Candidates", ranking), _section("Packs and plan", knobs.strip_view)]
@@ -35,7 +35,7 @@ def page(
     hidden = [top, pictures, launch]
     for part in hidden:
         part.layout.display = "none"
-    parts = [ipywidgets.HTML(stylesheet_html()), *status, top, figures, pictures, launch, ControlNames()]
+    parts = [ipywidgets.HTML(stylesheet_html()), *status, top, figures, launch, pictures, ControlNames()]
     view = ipywidgets.VBox(parts, layout={"width": "100%"})
     view.add_class("harmony-lab")
     return view, hidden

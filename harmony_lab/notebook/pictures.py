@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Pictures"]
 
+_LANES = (
+    "Swap in and out: weights and gradients, between host and device. Values: activations and their gradients, a "
+    "microbatch at a time. Peer: from device to device. Drag across a picture to zoom both, double-click to see all; a "
+    "pointer over a bar tells layers, samples, bytes and times."
+)
 Submit = Callable[[str, Callable[[], None]], None]
 
 
@@ -44,6 +49,7 @@ class Pictures:
         self._candidate_traces = candidate_traces
         self._lock = threading.Lock()
         self._trace: Trace | None = None
+        self._peak_bytes = 0
         self._frame: pandas.DataFrame | None = None
         self._swaps_of: pandas.DataFrame | None = None  # the candidates whose swap volume is drawn
         self._measured: tuple[Trace, Trace] | None = None
@@ -54,8 +60,9 @@ class Pictures:
         self.measured = Plot()
         self._unmeasured = ipywidgets.HTML("Launch the plan to see what was measured beside what was predicted.")
         pick = ipywidgets.HTML(note_html("A click on a plan takes it. The table above has the same plans."))
+        lanes = ipywidgets.HTML(note_html(_LANES))
         tabs = [
-            ("Timeline", ipywidgets.VBox([self.timeline, self.memory]), self._draw_plan),
+            ("Timeline", ipywidgets.VBox([self.timeline, lanes, self.memory]), self._draw_plan),
             ("Links", ipywidgets.VBox([self.links, self.utilisation]), self._draw_links),
             ("Swaps", ipywidgets.VBox([self.swaps, self.candidate_swaps]), self._draw_swaps),
             ("Candidates", ipywidgets.VBox([self.candidates, pick]), self._draw_candidates),
@@ -70,9 +77,10 @@ class Pictures:
 
     # -- what there is to draw --------------------------------------------------------------------------------------
 
-    def show_plan(self, trace: Trace) -> None:
-        self._trace = trace
-        self.outdate("Timeline", "Links", "Swaps")
+    def show_plan(self, trace: Trace, peak_bytes: int) -> None:
+        """``peak_bytes``: the most of any device, at any timing."""
+        self._trace, self._peak_bytes = trace, peak_bytes
+        self.outdate("Timeline", "Links", "Swaps", "Candidates")
 
     def show_candidates(self, frame: "pandas.DataFrame") -> None:
         self._frame = frame
@@ -134,7 +142,9 @@ class Pictures:
 
     def _draw_candidates(self) -> None:
         if self._frame is not None:
-            self.candidates.show(candidates_spec(self._frame))
+            trace = self._trace
+            at_hand = None if trace is None else (self._peak_bytes, trace.makespan_s)
+            self.candidates.show(candidates_spec(self._frame, at_hand))
 
     def _draw_measured(self) -> None:
         if self._measured is not None:

@@ -22,7 +22,7 @@ class Plot(anywidget.AnyWidget):
     ``on_pick`` is called with the number that a marker which is clicked carries as its ``customdata``.
     """
 
-    _esm = static_text("plot.js")
+    _esm = static_text("fitting.js") + static_text("plot.js")
     _css = static_text("plot.css")
     packed = traitlets.Bytes(b"").tag(sync=True)
     picks = traitlets.Bool(False).tag(sync=True)

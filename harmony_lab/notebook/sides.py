@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.figures.comparison import Side
-from harmony_lab.notebook.candidates import Line, baseline_line, impossible_line
+from harmony_lab.notebook.baselines_elsewhere import Told
+from harmony_lab.notebook.candidates import Line, baseline_line
 from harmony_lab.notebook.compare_panel import Option
 from harmony_lab.notebook.contenders import Contenders
 from harmony_lab.notebook.text import Weighed, side, weighed
@@ -70,11 +71,19 @@ class Sides:
 
     def baseline_line(self, name: str, profile: Profile) -> Line:
         """A baseline as a row of the table of candidates; it may take seconds."""
-        result, known = self._lab.result, self._baselines(self._lab.minibatch_size)
         try:
-            return baseline_line(known.side(name, profile), 0.0 if result is None else result.lower_bound_s)
+            side = self._baselines(self._lab.minibatch_size).side(name, profile)
         except HarmonyError as error:
-            return impossible_line(name, str(error))
+            return self.line(Told(name, str(error)))
+        trace = side.trace
+        told = Told(name, side.plan, trace.makespan_s, side.peak_bytes, trace.swap_bytes, trace.bubble_fraction)
+        return self.line(told)
+
+    def line(self, told: Told) -> Line:
+        """As a row of the table."""
+        lab = self._lab
+        bound_s = 0.0 if lab.result is None else lab.result.lower_bound_s
+        return baseline_line(told, lab.machine, lab.minibatch_size, bound_s)
 
     def options(self) -> list[Option]:
         """What there is, as (words, key)."""

@@ -112,7 +112,8 @@ def _delta_html(tile: Tile) -> str:
 
 def effect_html(message: str) -> str:
     """What a knob does, below it."""
-    return f'<div class="harmony-effect">{escape(message)}</div>' if message else ""
+    words = escape(message).replace(" %", "&nbsp;%")
+    return f'<div class="harmony-effect">{words}</div>' if message else ""
 
 
 def note_html(message: str) -> str:

@@ -3,7 +3,6 @@
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from harmony_lab.notebook.shown import Bundle, Shown
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 __all__ = ["Views", "held", "named"]
 
 _LAB, _RUN = ("harmony_lab.lab", "Lab"), ("harmony_lab.run", "Run")
-_TRACE = ("harmony_lab.trace", "Trace")
 _HISTORY = ("In", "Out")
 _LAST_RESULTS = ("_", "__", "___")
 
@@ -48,7 +46,6 @@ class Views:
         formatter = self._shell.display_formatter.ipython_display_formatter
         formatter.for_type_by_name(*_LAB, self.show_lab)
         formatter.for_type_by_name(*_RUN, self.show_run)
-        self._formatters["text/html"].for_type_by_name(*_TRACE, _trace_html)
         self._shell.events.register("pre_run_cell", self.before_cell)
         self._shell.events.register("post_run_cell", self.after_cell)
 
@@ -56,15 +53,10 @@ class Views:
         formatter = self._shell.display_formatter.ipython_display_formatter
         for module, name in (_LAB, _RUN):
             _take_away(formatter, module, name)
-        _take_away(self._formatters["text/html"], *_TRACE)
         self._shell.events.unregister("pre_run_cell", self.before_cell)
         self._shell.events.unregister("post_run_cell", self.after_cell)
         for lab in {id(lab): lab for lab in (*self.open_labs(), *_of_history(self._shell.user_ns))}.values():
             lab.close()
-
-    @property
-    def _formatters(self) -> Any:
-        return self._shell.display_formatter.formatters
 
     def open_labs(self) -> "list[Lab]":
         """Labs that have a name or are shown, each once."""
@@ -249,14 +241,5 @@ def _take_away(formatter: Any, module: str, name: str) -> None:
         formatter.pop(f"{module}.{name}")
 
 
-def _trace_html(trace: Any) -> str:
-    from harmony_lab.figures.svg import memory_svg, timeline_svg
-    from harmony_lab.notebook.images import as_images
-
-    return f"<p>{escape(str(trace))}</p>{as_images(timeline_svg(trace) + memory_svg(trace))}"
-
-
 def _static(value: Any) -> Bundle:
-    from harmony_lab.notebook.images import as_images  # pictures load with the first that is shown
-
-    return {"text/html": as_images(value._repr_html_()), "text/plain": repr(value)}
+    return {"text/html": value._repr_html_(), "text/plain": repr(value)}

@@ -111,7 +111,7 @@ def test_many_packs_are_cut_to_the_largest_and_the_title_says_so() -> None:
 
 def test_the_loss_curve_ends_where_the_losses_end() -> None:
     svg = loss_svg([4.0, 3.0, 2.0])
-    assert texts(svg)[0] == "Loss: 4 → 2"
+    assert texts(svg)[0] == "Loss: 4.000 → 2.000"
     path = next(n.get("d") for n in ET.fromstring(svg).iter(f"{NAMESPACE}path") if n.get("stroke-linejoin"))
     points = [tuple(map(float, point.split())) for point in path[1:].split("L")]
     assert len(points) == 3

@@ -87,3 +87,8 @@ def test_nothing_moved_draws_and_says_so() -> None:
 
 def test_the_heatmap_of_a_long_trace_is_small() -> None:
     assert len(spec_json(swap_spec(long_trace(3000)))) < 50_000
+
+
+def test_a_few_bytes_somewhere_leave_large_volumes_apart() -> None:
+    heat = swap_spec(long_trace(200))["data"][0]
+    assert heat["zmax"] - heat["zmin"] < 3.1

@@ -6,9 +6,10 @@ import pytest
 from figures.pipelines import long_trace, pipeline_trace, trace_of
 
 from harmony_lab.figures.lanes import KINDS, lanes, thinned
+from harmony_lab.figures.memory import memory_spec
 from harmony_lab.figures.spec import spec_json
 from harmony_lab.figures.theme import OP_COLOURS, label
-from harmony_lab.figures.timeline import compare_figure, timeline_figure, timeline_spec
+from harmony_lab.figures.timeline import TIMELINE_LEFT, compare_figure, timeline_figure, timeline_spec
 from harmony_lab.machine import HOST
 from harmony_lab.program import Op, OpKind, Program, Stream
 from harmony_lab.trace import Origin
@@ -129,3 +130,11 @@ def test_lanes_know_their_owner_and_kind() -> None:
     bars = lanes(pipeline_trace())
     assert bars.owners[-1] == HOST
     assert {KINDS[kind] for kind in bars.kind.tolist()} == set(OpKind) - {OpKind.FREE, OpKind.ALL_REDUCE}
+
+
+def test_memory_below_a_timeline_has_the_same_time_axis() -> None:
+    trace = pipeline_trace()
+    above, below = timeline_spec(trace)["layout"], memory_spec(trace, left=TIMELINE_LEFT)["layout"]
+    for key in ("margin", "meta"):
+        assert {**above[key], "t": 0} == {**below[key], "t": 0}
+    assert above["xaxis"]["range"] == below["xaxis"]["range"]

@@ -46,6 +46,13 @@ CUT_TITLES = """plot => [...plot.querySelectorAll(".gtitle, .annotation text")]
 PLAN = "pattern => new RegExp(pattern).test(document.querySelector('.harmony-lab textarea').value)"
 FIGURE = """title => [...document.querySelectorAll('.harmony-lab .gtitle')]
     .some(e => e.textContent.includes(title) && e.checkVisibility())"""
+TIME_RANGES = """plot => Object.keys(plot._fullLayout).filter(key => /^xaxis\\d*$/.test(key))
+    .map(key => plot._fullLayout[key].range)"""
+OVERLAPPING = """plot => {
+    const boxes = [...plot.querySelectorAll(".xtick text, .textpoint text")].map(e => e.getBoundingClientRect());
+    const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+    return boxes.filter((a, i) => boxes.some((b, j) => j > i && meet(a, b))).length;
+}"""
 LAST_POINT = """plot => {
     const trace = plot._fullData.find(each => each.customdata), { _offset: left } = plot._fullLayout.xaxis;
     const box = plot.getBoundingClientRect(), { xaxis, yaxis } = plot._fullLayout, last = trace.x.length - 1;
@@ -378,6 +385,46 @@ def test_the_table_sorts_and_still_chooses_the_right_plan(shown):
     shown.back()
 
 
+def test_baselines_are_seen_below_a_few_candidates_and_all_candidates_on_demand(shown):
+    plans = shown.lab.locator(".harmony-table tbody tr:not(.harmony-baseline)")
+    more = shown.lab.locator(".harmony-table tfoot button")
+    expect(more).to_contain_text("all ")
+    count = int(re.search(r"\d+", more.inner_text())[0])
+    more.click()
+    expect(plans).to_have_count(count)
+    assert count > 10
+    more.click()
+
+    def is_short() -> bool:
+        rows = [row.split("\t", 2)[2] for row in plans.all_inner_texts()]  # without radio button and rank
+        return 0 < len(rows) <= 11 and len(rows) - len({*rows}) <= 1  # the chosen one is there in any case
+
+    shown.comes_to(is_short, True)
+
+
+def test_timeline_and_memory_are_zoomed_together(shown):
+    shown.open_tab("Timeline")
+    plots = shown.lab.locator(".widget-tab .js-plotly-plot").locator("visible=true")
+    plots.nth(1).locator(".main-svg").first.wait_for()
+    (whole,) = plots.first.evaluate(TIME_RANGES)
+
+    def drag() -> None:
+        plots.first.scroll_into_view_if_needed()
+        box = plots.first.locator(".nsewdrag").first.bounding_box()
+        y = box["y"] + box["height"] / 2
+        shown.page.mouse.move(box["x"] + box["width"] * 0.3, y)
+        shown.page.mouse.down()
+        shown.page.mouse.move(box["x"] + box["width"] * 0.6, y, steps=5)
+        shown.page.mouse.up()
+
+    changed = "([plot, whole]) => plot._fullLayout.xaxis.range[1] < whole[1]"
+    shown.insist(drag, changed, [plots.first.element_handle(), whole])
+    (zoomed,) = plots.first.evaluate(TIME_RANGES)
+    shown.comes_to(lambda: plots.nth(1).evaluate(TIME_RANGES), [zoomed, zoomed])  # a panel for each device
+    plots.first.locator(".nsewdrag").first.dblclick()
+    shown.comes_to(lambda: plots.nth(1).evaluate(TIME_RANGES), [whole, whole])
+
+
 def test_a_plan_is_picked_in_the_scatter(shown):
     shown.open_tab("Candidates")
     plot = shown.lab.locator(".js-plotly-plot", has=shown.page.locator("text=lower left is better")).first
@@ -414,7 +461,7 @@ def test_another_machine_is_asked_about(shown):
     shown.open_tab("What if")
     shown.type_into(shown.lab.get_by_label("memory, typed"), "16MiB")
     shown.lab.locator("text=The best plan there").wait_for()
-    expect(shown.button("look at this plan here")).to_be_enabled()
+    expect(shown.button("use that plan here")).to_be_enabled()
     shown.shoot("what_if")
     shown.button("reset").click()
     shown.lab.locator("text=The best plan there").wait_for(state="detached")
@@ -516,6 +563,12 @@ def test_a_narrow_page_shows_everything(shown, width):
         "() => document.querySelector('.harmony-lab .main-svg').clientWidth <= document.body.clientWidth"
     )
     shown.comes_to(lambda: shown.lab.locator(".js-plotly-plot").first.evaluate(CUT_TITLES), [])
+    shown.open_tab("Swaps")
+    for table in shown.lab.locator(".widget-tab .js-plotly-plot").locator("visible=true").all():
+        table.locator(".textpoint").first.wait_for()
+        shown.comes_to(lambda table=table: table.evaluate(CUT_TITLES), [])
+        shown.comes_to(lambda table=table: table.evaluate(OVERLAPPING), 0)
+    shown.open_tab("Timeline")
     shown.shoot(f"narrow_{width}")
     shown.page.set_viewport_size({"width": 1200, "height": 2400})
 

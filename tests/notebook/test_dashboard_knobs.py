@@ -170,7 +170,7 @@ def test_every_knob_says_what_it_does(dashboard):
     dashboard.knobs.controls["backward_microbatch_size"].value = 1
     plan = settled(dashboard)
     assert dashboard.settle_effects(PATIENCE_S)
-    texts = {name: effect.value for name, effect in dashboard.knobs.effects.items()}
+    texts = {name: effect.value.replace("&nbsp;", " ") for name, effect in dashboard.knobs.effects.items()}
     assert {name for name in texts if not texts[name]} <= {"num_stashed", "num_resident_packs", "num_kept_packs"}
     step = change(lab.predicted.makespan_s, reference.trace.makespan_s)[0]
     assert f"instead of 2: step {step}" in texts["backward_microbatch_size"]  # what was turned: against before

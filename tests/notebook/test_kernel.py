@@ -213,7 +213,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "lab = new_lab()\nlab",
         "lab.prepare()\nlab.choose(1)\nprint(lab.plan)",
         "run = lab.launch(batches, 30)\nrun",
-        "run.wait()\nprint(f'{run.losses[-1]:.4g}')",
+        "run.wait()\nprint(f'{run.losses[-1]:#.4g}')",
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     folder = tmp_path_factory.mktemp("saved")
@@ -251,7 +251,7 @@ def test_exported_html_shows_the_last_state(saved, with_widgets: bool) -> None:
     if not with_widgets:
         book.metadata = {name: value for name, value in saved.metadata.items() if name != "widgets"}
     page, _ = nbconvert.HTMLExporter().from_notebook_node(book)
-    assert f"<pre>{printed(saved.cells[2])}</pre>" in page
+    assert f">{printed(saved.cells[2])}</pre>" in page
     assert f"→ {printed(saved.cells[4])}" in page
 
 

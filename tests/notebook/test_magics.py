@@ -1,6 +1,7 @@
 """The %harmony magic and how objects are shown, in an IPython shell without a front end."""
 
 import gc
+import re
 import subprocess
 import sys
 import traceback
@@ -106,6 +107,8 @@ def test_lab_and_profile_of_named_things(shell, lab, batches):
         ("plan --lab net", "'net' is a Linear; --lab is a Lab"),
         ("launch loader --max-grad-norm -1", "a number above 0 was expected, got '-1'"),
         ("lab net first --minibatch 8 --link 5", "write '5GB/s'"),
+        ("lab net first --minibatch 8 --precision fp16", "precision must be fp32 or bf16, got 'fp16': fp16 needs"),
+        ("plan --mode ddp", "dp or pp was expected, got 'ddp'"),
         ("lab net first --minibatch 8 --machine ''", "'' is no machine"),
         (";", "say what to do: machine, profile"),
     ],
@@ -196,7 +199,8 @@ def test_a_lab_that_got_a_name_is_kept_by_that_name_alone(shell, lab, batches):
 
 
 def test_the_usage_is_shown_and_a_profile_says_with_what_optimizer(shell, lab, batches):
-    assert "%harmony launch LOADER" in repr(harmony(shell, "help"))
+    for asked in ("help", "?", "--help", "lab --help", "plan ?"):
+        assert "%harmony launch LOADER" in repr(harmony(shell, asked))
     mse = torch.nn.functional.mse_loss
     shell.user_ns.update(net=lab.layers.model, first=batches[0], adam=lab.optimizer, mse=mse, box=lab.machine)
     given = "--loss mse --machine box --memory 1MiB --devices 1"
@@ -222,13 +226,14 @@ def test_plans_are_compared_by_rank_name_and_text(shell, lab):
     assert named.b.plan == str(lab.result.best)
     assert repr(named).splitlines()[0].split() == ["A:", "mine", "B:", "the", "plan", "given", "B", "against", "A"]
     assert named.to_frame().index[0] == "step"
-    assert named._repr_html_().count("<svg") == 4
+    assert named._repr_html_().count("<img") == 4
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("compare 0 batches", "'batches' is a list; give a rank, a Plan"),
+        ("compare 0 paged", "'paged' is no name in this notebook; give a rank, a Plan, its text, chosen, or one"),
         ("compare 0 'dp minibatch=8'", "this is not a plan: 'dp minibatch=8': forward= is missing; backward="),
         ("compare 0 99999", "there is no rank 99999"),
         ("report /nowhere/x.html", "report /nowhere/x.html: there is no folder /nowhere"),
@@ -312,7 +317,23 @@ def test_machines_and_previews_are_short_where_there_is_no_page(lab):
     assert repr(lab.machine) == f"<Machine {lab.machine}>"
     assert len(repr(lab.chosen).splitlines()) == 2
     assert str(lab.plan) in repr(lab.chosen)
-    assert lab.chosen._repr_html_().count("<svg") == 2
+
+
+def test_static_forms_have_their_pictures_as_images_for_viewers_that_take_svg_away(lab, batches):
+    lab.prepare()
+    run = lab.launch(batches, 2).wait(120)
+    for shown, num_pictures in (
+        (lab.result.candidates[0], 2),
+        (lab.chosen, 2),
+        (lab.predicted, 2),
+        (run.trace, 2),
+        (run, 1),
+        (lab, 7),
+    ):
+        html = shown._repr_html_()
+        assert "<svg" not in html
+        assert len(re.findall(r'<img src="data:image/svg\+xml;base64,[^"]+" alt="[^"]{20,}"', html)) == num_pictures
+    assert str(lab.plan) in lab.plan._repr_html_()
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -98,6 +98,14 @@ function render({ model, el }) {
     return made;
   };
 
+  // Words that do not fit are shorter ("469M") or not there: their title, for a pointer, has them in full.
+  const shorten = (made) => {
+    const fits = () => made.scrollWidth <= made.clientWidth;
+    if (!made.clientWidth || fits()) return;
+    made.textContent = made.classList.contains("harmony-packs-fused") ? "fused" : made.textContent.replace(/ (.)iB$/, "$1");
+    if (!fits()) made.textContent = "";
+  };
+
   const drawRow = (way) => {
     const stop = stopOf(way);
     const cuts = model.get(way).filter((cut) => cut < stop);
@@ -115,6 +123,7 @@ function render({ model, el }) {
       packs.push(fused);
     }
     rows[way].replaceChildren(...packs, ...buttons);
+    rows[way].querySelectorAll("div").forEach(shorten);
   };
 
   const draw = () => {
@@ -131,7 +140,12 @@ function render({ model, el }) {
   const names = ["layers", "forward", "backward", "forward_labels", "backward_labels", "disabled"];
   names.forEach((name) => model.on(`change:${name}`, soon));
   draw();
-  return () => names.forEach((name) => model.off(`change:${name}`, soon));
+  const width = new ResizeObserver(soon);
+  width.observe(el);
+  return () => {
+    width.disconnect();
+    names.forEach((name) => model.off(`change:${name}`, soon));
+  };
 }
 
 export default { render };

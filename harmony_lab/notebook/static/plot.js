@@ -8,6 +8,7 @@ function meetingPoint() {
 const library = (globalThis[Symbol.for("harmony_lab.plotly")] ??= meetingPoint());
 
 const ALARM = ["#D6273B", "#FF7B84"]; // text in red on a light page, and one as readable on a dark page
+const LITTLE_TO_MUCH = ["#1D2A36", "#1F4767", "#2A6B9C", "#4A96CC", "#86C1EA", "#D6ECFB"]; // on a dark page
 const CONFIG = {
   displaylogo: false,
   modeBarButtonsToRemove: ["lasso2d", "select2d", "toImage"],
@@ -18,58 +19,38 @@ function ofTheme(name, fallback) {
   return getComputedStyle(document.body).getPropertyValue(name).trim() || fallback;
 }
 
-const ruler = document.createElement("canvas").getContext("2d");
-
-function lengthOf(text, size) {
-  ruler.font = `${size}px ${getComputedStyle(document.body).fontFamily}`;
-  return ruler.measureText(text.replace(/<[^>]*>/g, "")).width;
-}
-
-function lines(text, size, room) {
-  const made = [""];
-  for (const word of text.split(" ")) {
-    const longer = made.at(-1) ? `${made.at(-1)} ${word}` : word;
-    if (lengthOf(longer, size) <= room) made[made.length - 1] = longer;
-    else made.push(word);
-  }
-  return made.filter((line) => line);
-}
-
-// A heading of a panel, a little smaller where that suffices, else in several lines.
-function heading(annotation, room) {
-  const size = annotation.font?.size ?? 12;
-  const fits = (size * room) / lengthOf(annotation.text, size);
-  if (fits >= 9) return { ...annotation, font: { ...annotation.font, size: Math.min(size, fits) } };
-  return { ...annotation, align: "left", text: lines(annotation.text, size, room).join("<br>") };
-}
-
-const NARROW = 640; // below, plotly's buttons stand in a column beside the figure, or they would lie on its heading
-
-// Headings break where a narrow page would cut them, and the figure grows by the lines that adds to its title.
-function fitted(layout, width) {
-  const { l = 80, r = 20, t = 100 } = layout.margin ?? {};
-  const narrow = width < NARROW;
-  const room = width - l - r - (narrow ? 20 : 0);
-  const [title, note] = (layout.title?.text ?? "").split(/<br><sup>|<\/sup>/);
-  const notes = note ? note.split("<br>").flatMap((line) => lines(line, 10.5, room)) : [];
-  const more = 15 * Math.max(0, notes.length - (note ?? "").split("<br>").length);
-  const annotations = layout.annotations?.map((each) =>
-    each.xref === "paper" && each.x === 0 ? heading(each, room) : each
-  );
-  return {
-    ...layout,
-    title: { ...layout.title, text: [title, ...notes.map((line) => `<sup>${line}</sup>`)].join("<br>") },
-    margin: { ...layout.margin, t: t + more, r: narrow ? r + 20 : r },
-    modebar: { ...layout.modebar, orientation: narrow ? "v" : "h" },
-    height: layout.height && layout.height + more,
-    annotations,
-  };
-}
-
 async function unpacked(view) {
   const stream = new Blob([view]).stream().pipeThrough(new DecompressionStream("deflate"));
   const text = await new Response(stream).text();
-  return JSON.parse(document.body.dataset.jpThemeLight === "false" ? text.replaceAll(...ALARM) : text);
+  if (document.body.dataset.jpThemeLight !== "false") return JSON.parse(text);
+  const figure = JSON.parse(text.replaceAll(...ALARM));
+  for (const trace of figure.data)
+    if (trace.type === "heatmap" && !trace.text) // cells with words keep the colours that those can be read on
+      trace.colorscale = LITTLE_TO_MUCH.map((colour, i, all) => [i / (all.length - 1), colour]);
+  return figure;
+}
+
+// Figures over the same time that are looked at together are zoomed together: those of one tab whose layout says so.
+const ZOOMED = "harmony-zoomed";
+
+function zoomTogether(plotly, plot) {
+  let following = false;
+  const tab = () => plot.closest(".widget-tab-contents > *");
+  const linked = () => plot.layout?.meta?.zoomed && plot.clientWidth && tab();
+  plot.on("plotly_relayout", (change) => {
+    if (following || !linked() || !Object.keys(change).some((key) => /^xaxis\d*\.(auto)?range/.test(key))) return;
+    const range = [...plot._fullLayout.xaxis.range];
+    document.dispatchEvent(new CustomEvent(ZOOMED, { detail: { plot, tab: tab(), range } }));
+  });
+  const follow = async ({ detail }) => {
+    if (detail.plot === plot || !linked() || detail.tab !== tab()) return;
+    following = true;
+    const axes = Object.keys(plot.layout).filter((key) => /^xaxis\d*$/.test(key));
+    await plotly.relayout(plot, Object.fromEntries(axes.map((axis) => [`${axis}.range`, [...detail.range]])));
+    following = false;
+  };
+  document.addEventListener(ZOOMED, follow);
+  return () => document.removeEventListener(ZOOMED, follow);
 }
 
 async function render({ model, el }) {
@@ -87,7 +68,8 @@ async function render({ model, el }) {
     const { data, layout } = await unpacked(packed);
     const font = { ...layout.font, color: ofTheme("--jp-ui-font-color1", layout.font?.color) };
     plot.setAttribute("aria-label", (layout.title?.text || "figure").replace(/<[^>]*>/g, " "));
-    await plotly.react(plot, data, { ...fitted(layout, width), font, width }, CONFIG);
+    await plotly.react(plot, ...fitted(data, { ...layout, font, width }), CONFIG);
+    forget ??= zoomTogether(plotly, plot);
     plot.style.visibility = "";
     if (!model.get("picks")) return;
     plot.removeAllListeners("plotly_click"); // there is one more after each drawing otherwise
@@ -96,6 +78,7 @@ async function render({ model, el }) {
       if (picked) model.send({ picked: picked.customdata });
     });
   };
+  let forget; // what zooms this plot with others, once it is drawn
   let painted = Promise.resolve();
   const draw = () => {
     painted = painted.then(paint).catch(console.error); // one at a time, in order
@@ -113,6 +96,7 @@ async function render({ model, el }) {
     size.disconnect();
     theme.disconnect();
     model.off("change:packed", draw);
+    forget?.();
     painted.then(() => plotly.purge(plot));
   };
 }

@@ -1,4 +1,5 @@
 // A table of which one row is chosen, by mouse or keyboard: each row starts with a radio button; headings sort.
+const FEW = 10; // candidates at first, so that baselines are seen below them
 let tables = 0;
 
 function cell(tag, ...content) {
@@ -11,6 +12,7 @@ function render({ model, el }) {
   el.classList.add("harmony-table");
   const group = `harmony-table-${tables++}`;
   let sorted = null; // {column, sign}, or as they come: best first
+  let all = false; // whether more than a few candidates are shown
 
   const choose = (index) => {
     model.set("selected", index);
@@ -38,9 +40,11 @@ function render({ model, el }) {
     return line;
   };
 
+  const isChosen = (line) => Number(line.dataset.index) === model.get("selected");
+
   const mark = () => {
     el.querySelectorAll("tbody tr").forEach((line) => {
-      const chosen = Number(line.dataset.index) === model.get("selected");
+      const chosen = isChosen(line);
       line.classList.toggle("harmony-chosen", chosen);
       const radio = line.querySelector("input");
       if (radio) radio.checked = chosen;
@@ -61,6 +65,17 @@ function render({ model, el }) {
     return made;
   };
 
+  const more = () => {
+    const button = cell("button", all ? `the first ${FEW} candidates only` : `all ${model.get("num_choices")} candidates`);
+    button.type = "button";
+    button.addEventListener("click", () => {
+      all = !all;
+      draw();
+      el.querySelector("tfoot button").focus();
+    });
+    return Object.assign(cell("td", button), { colSpan: model.get("columns").length + 1 });
+  };
+
   const draw = () => {
     const table = document.createElement("table");
     table.setAttribute("aria-label", "candidates, best first");
@@ -73,7 +88,16 @@ function render({ model, el }) {
       const last = (line) => key(line) === null; // whichever way
       rows.sort((a, b) => last(a) - last(b) || sorted.sign * (key(a) - key(b)));
     }
-    table.createTBody().append(...rows);
+    let seats = FEW;
+    const shown = new Set(); // of rows that read the same the first is enough
+    const isNew = (line) => {
+      const texts = [...line.cells].slice(2).map((one) => one.textContent).join("|"); // without radio button and rank
+      return !shown.has(texts) && shown.add(texts);
+    };
+    const seated = (line) =>
+      all || line.classList.contains("harmony-baseline") || (isNew(line) && seats-- > 0) || isChosen(line);
+    table.createTBody().append(...rows.filter(seated));
+    if (model.get("num_choices") > FEW) table.createTFoot().insertRow().append(more());
     const top = el.scrollTop;
     const focused = el.contains(document.activeElement) && document.activeElement.closest("tbody tr")?.dataset.index;
     el.replaceChildren(table);
@@ -84,7 +108,10 @@ function render({ model, el }) {
 
   model.on("change:rows", draw);
   const reveal = () => {
-    mark();
+    const shown = el.querySelectorAll("tbody tr:not(.harmony-baseline)");
+    const misses = model.get("selected") >= 0 && ![...shown].some(isChosen);
+    if (misses || (!all && shown.length > FEW)) draw(); // the chosen one is shown also where it is not among the few
+    else mark();
     const line = el.querySelector(".harmony-chosen");
     if (!line) return;
     const head = el.querySelector("thead").offsetHeight;
