@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _EMULATED_DEVICES = 2
+_LEAST_BYTES = 2**20  # that somebody means who gives no unit
 _EMULATED_MEMORY = "64MiB"
 _EMULATED_LINK = "2GB/s"
 
@@ -43,9 +44,12 @@ def positive(text: str) -> int:
 def num_bytes(text: str) -> int:
     """``"64MiB"``."""
     try:
-        return parse_bytes(text)
+        size = parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if text.strip().isdecimal() and size < _LEAST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text} without a unit is {text} bytes; with one, as {text}MiB or {text}GiB")
+    return size
 
 
 def rate(text: str) -> float:
@@ -121,10 +125,23 @@ def preset_with(preset: str, options: argparse.Namespace) -> Machine:
 def add_precision(parser: argparse.ArgumentParser) -> None:
     """``--precision``."""
     parser.add_argument(
-        "--precision", type=Precision, choices=tuple(Precision), default=Precision.FP32, help="default fp32"
+        "--precision", type=_precision, choices=tuple(Precision), default=Precision.FP32, help="default fp32"
     )
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
     """``--mode``."""
-    parser.add_argument("--mode", type=Mode, choices=tuple(Mode), help="only plans of this mode (default both)")
+    parser.add_argument("--mode", type=_mode, choices=tuple(Mode), help="only plans of this mode (default both)")
+
+
+def _precision(text: str) -> Precision:
+    try:
+        return Precision.of(text)
+    except HarmonyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _mode(text: str) -> Mode:
+    if text not in tuple(Mode):
+        raise argparse.ArgumentTypeError(f"{' or '.join(Mode)} was expected, got {text!r}")
+    return Mode(text)

@@ -235,12 +235,15 @@ def _bench_models(options: argparse.Namespace, console: Console) -> int:
 def _bench_baselines(options: argparse.Namespace, console: Console) -> int:
     from rich.table import Table
 
+    from harmony_lab.bench.baseline_steps import bench_baseline_steps
     from harmony_lab.bench.baselines import bench_baselines, to_json
     from harmony_lab.terminal import bar
     from harmony_lab.units import format_seconds
 
     with bar(console, "baselines") as move:
         rows = bench_baselines(options.profiles, progress=move)
+    with bar(console, "measured steps") as move:
+        measured = bench_baseline_steps(progress=move)
     table = Table("model", "GPUs", "baseline", "iteration", "best plan", "times", "swapped", "best plan", "times")
     for row in rows:
         cells = [row["model"], str(row["num_devices"]), row["baseline"]]
@@ -254,8 +257,17 @@ def _bench_baselines(options: argparse.Namespace, console: Console) -> int:
         if not row["fits"]:
             where = f"{row['model']} on {row['num_devices']}, {row['baseline']}"
             console.print(f"{where}: {row['reason']}", soft_wrap=True)
+    table = Table("measured on emulated devices", "iteration", "predicted", "times", "swapped", "times")
+    for row in measured:
+        if row["fits"]:
+            seconds = [format_seconds(row[key]) for key in ("measured_s", "predicted_s")]
+            ratios = [f"{row[key]:.2f}" for key in ("speedup", "swap_ratio")]
+            table.add_row(row["name"], *seconds, ratios[0], format_bytes(row["swap_bytes"]), ratios[1])
+        else:
+            table.add_row(row["name"], "does not fit")
+    console.print(table)
     if options.json:
-        to_json(rows, options.json)
+        to_json(rows, measured, options.json)
     return 0
 
 

@@ -287,6 +287,7 @@ def test_unreadable_profile_is_an_error_without_traceback(
         ["demo", "--steps", "0"],
         ["demo", "--devices", "two"],
         ["demo", "--memory", "lots"],
+        ["demo", "--memory", "64"],
         ["demo", "--link", "fast"],
         ["machine", "--link", "5"],
         ["demo", "--mode", "zz"],

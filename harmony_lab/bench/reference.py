@@ -66,6 +66,11 @@ def reference_machine(num_devices: int, memory_bytes: int) -> Machine:
 
 def load_reference(path: str | Path) -> tuple[ReferenceRow, ...]:
     """The rows of a file of reference plans.  Raises ``HarmonyError`` where it is none."""
+    if not Path(path).is_file():
+        raise HarmonyError(
+            f"there is no {path}: a folder is expected with the profiles that Harmony's authors published, as "
+            "MODEL.json, and what their scheduler plans for them, as reference_plans.json"
+        )
     try:
         rows = json.loads(Path(path).read_text())["rows"]
         return tuple(_row(row) for row in rows)

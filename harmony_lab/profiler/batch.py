@@ -202,9 +202,8 @@ def _match(tree: Any, value: Any, where: str) -> Iterator[torch.Tensor]:
         container = _children(value)
         if container is None or container[0] != tree.kind or set(container[1]) != set(tree.keys):
             given = type(value).__name__ if container is None else f"{type(value).__name__} of {list(container[1])}"
-            raise DecomposeError(
-                f"{where} is a {given}, expected a {tree.kind} of {list(tree.keys)} as in the example batch"
-            )
+            wanted = len(tree.keys) if tree.kind == "sequence" else list(tree.keys)
+            raise DecomposeError(f"{where} is a {given}, expected a {tree.kind} of {wanted} as in the example batch")
         items = dict(zip(container[1], container[2], strict=True))
         for key, child in zip(tree.keys, tree.children, strict=True):
             yield from _match(child, items[key], f"{where}[{key!r}]")

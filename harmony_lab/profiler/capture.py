@@ -28,6 +28,7 @@ from harmony_lab.profiler.refusals import (
     without_graph_dumps,
 )
 from harmony_lab.profiler.repeat import check_repeats
+from harmony_lab.profiler.signatures import refuse_other_arguments
 from harmony_lab.runtime.failures import clear_frames
 
 __all__ = ["Captured", "Source", "capture", "loss_of"]
@@ -169,6 +170,8 @@ def _capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[...,
         except DecomposeError:
             raise
         except Exception as error:
+            if isinstance(error, TypeError):
+                refuse_other_arguments(model, structure.rebuild(structure.example), loss_fn)
             raise _fixed_samples(traced, leaves, samples, error) or not_exportable(model, error) from error
     except BaseException as error:
         clear_frames(error)  # so that only what outlives the run still holds its tensors

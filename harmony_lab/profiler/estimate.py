@@ -114,8 +114,8 @@ def _resolved(device: Machine | GPU | str) -> tuple[GPU, Room, int]:
         models = sorted({item.model for item in device.devices})
         if len(models) != 1 or not models[0]:
             raise HarmonyError(
-                f"the devices of {device.name} are not GPUs of one known model ({', '.join(models) or 'no model'}): "
-                "name the GPU to estimate for, such as '4090', or use Machine.preset('4x4090')"
+                f"costs are estimated for GPUs of one known model; {device.name} has {' and '.join(models) or 'none'}: "
+                "name a machine to estimate for, such as machine='4x4090' of a Lab or '4090' for estimate"
             )
         return gpu(models[0]), Room.of(device), device.host.update_threads
     card = device if isinstance(device, GPU) else gpu(device)

@@ -45,6 +45,11 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
         load_reference(path)
 
 
+def test_a_folder_without_them_is_told_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(HarmonyError, match=r"MODEL.json, and what their scheduler plans for them"):
+        load_reference(tmp_path / "reference_plans.json")
+
+
 def test_devices_have_fixed_shares_of_the_host_link_and_reach_each_other_without_it() -> None:
     machine = reference_machine(4, 10**9)
     rates = machine.capacities

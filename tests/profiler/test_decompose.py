@@ -617,6 +617,21 @@ def test_model_that_cannot_be_captured_names_the_line_and_the_cure(capfd: pytest
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("batch", "loss_fn", "message"),
+    [
+        (mlp_batch(4), None, r"Linear.forward takes \(input\) and is given 2 in their order: too many.*pass loss_fn="),
+        ({"input": mlp_batch(4)[0], "y": mlp_batch(4)[1]}, None, r"given input, y by name: got an unexpected.*'y'"),
+        ((mlp_batch(4), mlp_batch(4)[1]), functional.cross_entropy, r"is given 2 in their order.*give the inputs"),
+        (mlp_batch(4), lambda output: output.mean(), r"loss_fn takes \(output\).*is called with \(output, targets\)"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_told_in_one_line(batch: Any, loss_fn: Any, message: str) -> None:
+    with pytest.raises(DecomposeError, match=message) as caught:
+        decompose(nn.Linear(8, 5), batch, loss_fn)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def branching_sequential() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -285,7 +285,7 @@ def test_a_machine_of_preset_gpus_is_as_good_as_their_name() -> None:
 
 
 def test_a_machine_of_no_known_gpu_is_refused() -> None:
-    with pytest.raises(HarmonyError, match="not GPUs of one known model"):
+    with pytest.raises(HarmonyError, match="GPUs of one known model; 1 emulated has none"):
         estimate(linear(), Machine.emulated(1))
 
 
