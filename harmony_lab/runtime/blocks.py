@@ -140,8 +140,7 @@ class Blocks:
         room = self._memory.saved_on_host(host_index, kept.num_bytes)
         sizes = [slot.num_bytes for slot in kept.slots]
         *parts, unused = torch.split(room, [*sizes, room.nbytes - sum(sizes)])
-        kept.on_host = True
-        self._content[host_index] = SavedOnHost(saved, parts, unused)
+        self._content[host_index] = SavedOnHost(Saved([*saved.layers], saved.memory, kept), parts, unused)
         flats = [slot.flat for slot in kept.slots if slot.flat is not None]
         return [*zip(parts, flats, strict=True), (unused, self._like(unused, self._blocks[index].device))]
 
@@ -153,7 +152,7 @@ class Blocks:
         kept.come_back(self._backend.torch_device(op.device))
         flats = [slot.flat for slot in kept.slots if slot.flat is not None]
         memory = there.saved.memory.again(op, flats)
-        self._content[index] = Saved(there.saved.layers, memory, kept)
+        self._content[index] = Saved([*there.saved.layers], memory, kept)
         return [*zip(flats, there.parts, strict=True), (self._like(there.unused, op.device), there.unused)]
 
     def _like(self, tensor: Tensor, device: int) -> Tensor:
@@ -216,8 +215,7 @@ class Blocks:
         if saved.kept is not None:
             self._backend.released([slot.flat for slot in saved.kept.slots if slot.flat is not None])
             saved.kept.leave()
-        if saved.kept is None or not saved.kept.on_host:
-            saved.layers.clear()
+        saved.layers.clear()
         saved.memory.account.close()
 
 

@@ -9,6 +9,7 @@ from harmony_lab.errors import ProgramError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.order import Order
 from harmony_lab.program import OpKind, Program, TensorKind
+from harmony_lab.runtime.layout import Layout
 
 __all__ = ["BufferUpdates", "check_buffers"]
 
@@ -26,21 +27,21 @@ class BufferUpdates:
         self._program = program
         self._layers = layers
         self._versions: dict[str, dict[int, Tensor]] = {}
-        self._again = _updated_again(program)
         self.written = not any(layer.updated_buffers for layer in layers.layers)
+        self._again = {} if self.written else _updated_again(program)
 
     def add(self, device: int, pack: tuple[int, int], buffers: Mapping[str, Tensor]) -> None:
         """A device's buffers after its microbatches of a pack, in host memory."""
         for name in self._layers.updated_buffers_of(*pack):
             self._versions.setdefault(name, {})[device] = buffers[name]
 
-    def bring_up_to_date(self, block: int, buffers: Mapping[str, Tensor]) -> None:
+    def bring_up_to_date(self, block: int, flat: Tensor, layout: Layout) -> None:
         """Where that block is of buffers that its device has updated before and goes on to update, write the device's
-        versions over the user's in ``buffers``."""
+        versions over the user's in ``flat``, its content."""
         device = self._again.get(block)
         if device is None:
             return
-        for name, present in buffers.items():
+        for name, present in layout.views(flat).items():
             version = self._versions.get(name, {}).get(device)
             if version is not None:
                 present.copy_(version)

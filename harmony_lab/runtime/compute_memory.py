@@ -111,12 +111,16 @@ class ComputeMemory:
         """
         memory = ComputeMemory(self._ledger, purpose, self.key, self.usage)
         memory.peak_bytes = self.peak_bytes
-        if memory.tracker is None:
-            memory.account.allocated(sum(tensor.nbytes for tensor in tensors))
-        else:
-            memory.tracker.depends_on_data = self.varies
-            for tensor in tensors:
-                memory.tracker.count(tensor)
+        try:
+            if memory.tracker is None:
+                memory.account.allocated(sum(tensor.nbytes for tensor in tensors))
+            else:
+                memory.tracker.depends_on_data = self.varies
+                for tensor in tensors:
+                    memory.tracker.count(tensor)
+        except BaseException:
+            memory.account.close()
+            raise
         memory.account.become(TensorKind.SAVED)
         return memory
 

@@ -7,7 +7,7 @@ from harmony_lab.program import OpKind, Program, TensorKind
 
 __all__ = ["DeviceUpdates"]
 
-Layers = tuple[int, int]
+_Layers = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +19,12 @@ class DeviceUpdates:
     on the one device that updates.
     """
 
-    owners: dict[Layers, int]
+    owners: dict[_Layers, int]
     swaps_state: bool
 
     @classmethod
     def of(cls, program: Program) -> "DeviceUpdates":
-        owners: dict[Layers, int] = {}
+        owners: dict[_Layers, int] = {}
         swaps_state = False
         for op in program.ops:
             if op.kind is OpKind.UPDATE and op.device != HOST:
@@ -33,6 +33,6 @@ class DeviceUpdates:
                 swaps_state |= any(program.blocks[block].kind is TensorKind.OPTIMIZER for block in op.writes)
         return cls(owners=owners, swaps_state=swaps_state)
 
-    def brings(self, device: int, layers: Layers) -> bool:
+    def brings(self, device: int, layers: _Layers) -> bool:
         """Whether what that device has changed of layers [start, stop) becomes the host's."""
         return self.owners.get(layers, device) == device

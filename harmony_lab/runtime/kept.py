@@ -64,7 +64,6 @@ class Kept:
     until ``release``."""
 
     def __init__(self, given: Given) -> None:
-        self.on_host = False
         self.parameters: dict[str, Tensor] = {}
         self._outputs: list[Any] = []
         self._slots: list[weakref.ref[Slot]] = []

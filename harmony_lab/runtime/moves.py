@@ -69,7 +69,7 @@ def swap_in(
                 pairs = [(memory[at : at + part.nbytes], part) for part, at in parts]
             case TensorKind.BUFFER:
                 present = store.buffers_of(block.layers)
-                stores.buffers.bring_up_to_date(index, blocks.layout(index).views(present))
+                stores.buffers.bring_up_to_date(index, present, blocks.layout(index))
                 pairs = [(blocks.allocate_flat(index, op).memory, present)]
             case TensorKind.OPTIMIZER:
                 state, pairs = fetched(stores.optimizer, block.layers, stores.backend.torch_device(op.device))
@@ -136,8 +136,7 @@ def swap_out(op: Op, program: Program, blocks: Blocks, stores: Stores) -> tuple[
             own = stores.parameters.parts_of(block.layers, blocks.absent(index), own=True) if brings else []
             pairs = _to_store(blocks.flat(index).memory, own)
         elif block.kind is TensorKind.OPTIMIZER:
-            state, pins = blocks.optimizer_state(index), stores.backend.pins_host_memory
-            states, pairs = returning(stores.optimizer, state, keeps=brings, pins=pins)
+            states, pairs = returning(stores.optimizer, blocks.optimizer_state(index), keeps=brings)
             left.states.update(states if brings else {})
         elif block.kind is TensorKind.SAVED:
             pairs = blocks.leave_device(index, next(destinations))

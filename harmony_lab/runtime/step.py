@@ -290,7 +290,7 @@ class Step:
             returning = (1 if state_block is None else 2) if brings else 0
             with swapped.updating(op, self._ledgers[op.device], memory):
                 updates.perform_on_device(op, weights, gradients, swapped.states, num_returning=returning)
-            if state_block is None and swapped.states:
+            if state_block is None and any(swapped.states.values()):
                 raise ProgramError(
                     "this program has no room for the optimizer's state",
                     [f"{op} makes some: profile with the optimizer that you train with"],

@@ -78,15 +78,15 @@ def fetched(optimizer: PackOptimizer, layers: _Layers, device: torch.device) -> 
 
 
 def returning(
-    optimizer: PackOptimizer, state: SwappedState, *, keeps: bool, pins: bool
+    optimizer: PackOptimizer, state: SwappedState, *, keeps: bool
 ) -> tuple[dict[str, dict[str, Any]], _Pairs]:
     """The state on the host again, by the parameter's name, once these copies are made: in the tensors that the host
-    has, if ``keeps``, else in others.  ``pins``: new ones are page-locked."""
+    has, if ``keeps``, else in others."""
     pairs: _Pairs = []
 
     def room(tensor: Tensor, old: Any) -> Tensor:
         fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (tensor.shape, tensor.dtype)
-        return old if fits else torch.empty_like(tensor, device=_ON_HOST, pin_memory=pins and bool(tensor.numel()))
+        return old if fits else torch.empty_like(tensor, device=_ON_HOST)
 
     states = {
         name: _copied(value, optimizer.state_of_parameter(name) if keeps else None, room, pairs)

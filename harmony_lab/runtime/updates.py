@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harmony_lab.errors import ProgramError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.places import left_gradients
 from harmony_lab.program import Op, OpKind, Program, TensorKind
@@ -103,8 +104,11 @@ class Updates:
         and maybe state, count as half done until they are on the host again (``returned``); 0: what another device
         makes of the same is what the host gets.
         """
-        assert self.last, "gradients that wait for those of other minibatches are on the host"
-        assert self._max_grad_norm is None, "gradients that wait for the norm of all are on the host"
+        if not self.last or self._max_grad_norm is not None:
+            raise ProgramError(
+                "this program updates on devices, each layer as soon as its gradients are there",
+                [f"{op}: max_grad_norm and several minibatches per update need updates on the host, after all of them"],
+            )
         state = self._layers.state
         gradients = self._summed(op, parts)
         if num_returning:

@@ -15,7 +15,7 @@ from torch import nn
 from harmony_lab.costs import Profile
 from harmony_lab.errors import ProgramError, TrainingError
 from harmony_lab.layers import LayerSequence
-from harmony_lab.machine import Machine
+from harmony_lab.machine import HOST, Machine
 from harmony_lab.planner.baseline_programs import Needs, pipeline_units, runnable_program
 from harmony_lab.planner.baseline_tables import LayerTables
 from harmony_lab.planner.baselines import BASELINES, baselines
@@ -243,6 +243,21 @@ def test_a_step_that_fails_between_swaps_leaves_nothing_behind() -> None:
         layers.model.load_state_dict(start)
 
 
+def test_what_autograd_saved_may_leave_the_host_once_it_is_back() -> None:
+    devices, program = tight("gpt2", "gpipe", 1, recomputes=False)
+    saved = {i for i, block in enumerate(program.blocks) if (block.kind, block.device) == (TensorKind.SAVED, HOST)}
+    ops = [
+        op._replace(frees=tuple(sorted({*op.frees, *saved} & {*op.reads})))
+        if op.kind is OpKind.SWAP_IN
+        else op._replace(frees=tuple(block for block in op.frees if block not in saved))
+        for op in program.ops
+    ]
+    assert saved
+    changed = replace(program, ops=tuple(ops))
+    check(changed)
+    train("gpt2", changed, devices, interleaves=True, steps=1)
+
+
 def test_an_optimizer_that_was_not_profiled_is_refused() -> None:
     layers, costs = subject("gpt2")
     stateless = replace(costs, layers=tuple(replace(layer, optimizer_state_bytes=0) for layer in costs.layers))
@@ -252,6 +267,20 @@ def test_an_optimizer_that_was_not_profiled_is_refused() -> None:
     with (
         Runner(layers, adam(layers.model), machine(2), lambda size: program, interleaves=True) as runner,
         pytest.raises(TrainingError, match="profile with the optimizer that you train with"),
+    ):
+        runner.step(batch_of("gpt2", 0))
+    layers.model.load_state_dict(start)
+
+
+def test_devices_that_update_know_no_norm_of_all_gradients() -> None:
+    layers, _ = subject("gpt2")
+    start = copy.deepcopy(layers.model.state_dict())
+    devices, program = tight("gpt2", "gpipe", 1, recomputes=False)
+    with (
+        Runner(
+            layers, adam(layers.model), devices, lambda size: program, interleaves=True, max_grad_norm=1.0
+        ) as runner,
+        pytest.raises(TrainingError, match="max_grad_norm and several minibatches per update need updates on the host"),
     ):
         runner.step(batch_of("gpt2", 0))
     layers.model.load_state_dict(start)

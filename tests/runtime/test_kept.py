@@ -1,15 +1,24 @@
 """What autograd saved may leave its device: nothing stays behind, and backward finds it, and the weights, elsewhere."""
 
+import gc
+
 import pytest
 import torch
-from plain_training import PlainTraining
+from plain_training import PlainTraining, planned
 from small_layers import build, layer, samples
 from torch import Tensor, nn
 
+from harmony_lab.errors import DeviceMemoryError
 from harmony_lab.layers import LayerSequence
+from harmony_lab.machine import Machine
+from harmony_lab.program import Op, OpKind, Stream
+from harmony_lab.runtime.compute_memory import ComputeMemory
 from harmony_lab.runtime.execution import run_backward, run_forward
 from harmony_lab.runtime.kept import run_keeping
+from harmony_lab.runtime.ledger import Ledger
+from harmony_lab.runtime.loose import loose_blocks
 from harmony_lab.runtime.memory import MemoryTracker
+from harmony_lab.runtime.runner import Runner
 
 
 def attending(parameters, buffers, inputs, batch, call) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
@@ -82,3 +91,47 @@ def test_what_nothing_needs_any_more_is_not_kept(layers: LayerSequence) -> None:
     kept.release({})
     assert not kept.slots
     assert run_forward(layers, 0, 2, state, {}, {}, batch, call, [2])[2]["loss"].isfinite()
+
+
+def scaled(parameters, buffers, inputs, batch, call) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    """Backward needs the buffer."""
+    return (nn.functional.linear(*inputs, *batch, parameters[0]).tanh() * buffers[0],)
+
+
+def total(parameters, buffers, inputs, batch, call) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    return (inputs[0].pow(2).mean(),)
+
+
+def test_buffers_that_leave_before_backward_are_read_where_they_come_back() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors, made = {}, []
+    for i in range(3):
+        tensors |= {f"w{i}": torch.randn(4, 4, generator=generator).requires_grad_()}
+        tensors |= {f"b{i}": torch.randn(4, generator=generator)}
+        reads = {"inputs": (f"v{i - 1}",)} if i else {"batch_inputs": ("x",)}
+        made.append(layer(f"{i}", scaled, parameters=(f"w{i}",), buffers=(f"b{i}",), outputs=(f"v{i}",), **reads))
+    made.append(layer("loss", total, kind=1, inputs=("v2",), outputs=("loss",)))
+    layers = build(made, tensors, {"x": torch.randn(6, 4, generator=generator)})
+    machine = Machine.emulated(1, memory="64KiB", link="1e12")
+    plain = PlainTraining(layers, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    program = planned(
+        layers,
+        machine,
+        "dp minibatch=6 forward=2[0:2] backward=2[0:2,2:4] devices=0 resident=0:2 kept=0:2",
+    )
+    assert loose_blocks(program(6))
+    optimizer = torch.optim.SGD([tensors[f"w{i}"] for i in range(3)], lr=0.1)
+    with Runner(layers, optimizer, machine, program, chaos_seed=1, interleaves=True) as runner:  # freed memory is NaN
+        for _ in range(3):
+            assert runner.step(layers.example_batch) == pytest.approx(plain.step(layers.example_batch), rel=1e-5)
+    plain.assert_equal()
+
+
+def test_a_device_without_room_for_what_comes_back_counts_none_of_it() -> None:
+    ledger, op = Ledger("d0", 128), Op(OpKind.SWAP_IN, 0, Stream.SWAP_IN, (0, 1), (0, 1))
+    parts = [torch.empty(64, dtype=torch.uint8), torch.empty(65, dtype=torch.uint8)]
+    with pytest.raises(DeviceMemoryError):
+        ComputeMemory(ledger, op).again(op, parts)
+    gc.collect()  # nobody waits any more for these to be freed
+    del parts
+    assert ledger.alive_bytes == 0
