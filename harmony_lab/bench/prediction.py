@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from harmony_lab.bench.training import SHAPES, Subject, emulated, layerwise_plan, trainer
+from harmony_lab.bench.decoder import Shape
+from harmony_lab.bench.training import Subject, emulated, layerwise_plan, trainer
 from harmony_lab.costs import Profile
 from harmony_lab.machine import HOST
 from harmony_lab.plan import Mode, Plan
@@ -22,6 +23,12 @@ _MINIBATCH, _MICROBATCH = 16, 4
 _NUM_DEVICES = 2
 _WARM_UP = 2
 _BUSY = 0.1  # of a step
+SHAPES = (
+    Shape(name="decoder 2 x 384", num_blocks=2, width=384, num_heads=4, length=64),
+    Shape(name="decoder 3 x 448", num_blocks=3, width=448, num_heads=4, length=64),
+    Shape(name="decoder 4 x 512", num_blocks=4, width=512, num_heads=4, length=64),
+)
+"""Wide enough that a value crosses a link in a millisecond: of less, most is when the host's cores come to copy it."""
 LINKS = (20e9, 400e6, 100e6)  # bytes per second: computing binds, both, the link
 
 
@@ -30,7 +37,7 @@ def bench_prediction(
     rounds: int = 3,
     steps: int = 5,
     progress: Progress = lambda done, total, text: None,
-    shapes: tuple[Any, ...] = SHAPES,
+    shapes: tuple[Shape, ...] = SHAPES,
 ) -> dict[str, Any]:
     """``rows``: a row per model, mode and link.  In each of the ``rounds`` a model is profiled anew and then trained,
     ``steps`` steps a row: what a row says is of the round whose measured step, over the predicted, is the median.

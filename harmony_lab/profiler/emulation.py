@@ -1,8 +1,10 @@
 """emulation: what emulated devices take of this host beside kernels and links, measured by running a tiny program."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -38,8 +40,8 @@ _USUAL = _Size(256, 64)  # kernels of about a millisecond
 _LARGE = _Size(256, 384)  # kernels that take most of the time
 
 _MICROBATCHES = 8
-_STEPS, _WARM_UP = 7, 2
-_TIMES = 3  # that large kernels are measured: what else runs on this host disturbs one
+_ROUNDS, _WARM_UP = 7, 2
+_ROUNDS_OF_LARGE = 15
 _COPIED_BYTES = 16 * 2**20  # more than caches hold
 _COPIES = 5
 _MOST_SLOWED = 8.0
@@ -57,11 +59,13 @@ def emulation_of(machine: Machine, costs_of: CostsOf, *, anew: bool = False) -> 
 
     What one op takes is seen on one device.  Several share the interpreter, the cores and the memory, and wait for
     whichever is late: how much longer that takes than the simulator says of shared cores is seen on all of them at
-    once, with small kernels for what an op takes beside them, with large ones for the kernels.
+    once, with small kernels for what an op takes beside them, with large ones for the kernels; each time right after
+    one device alone, for how fast kernels are on this host changes with what else it does.  In virtual time devices do
+    not meet: there it is what one device takes.
     """
     if any(device.backend is not Backend.EMULATED for device in machine.devices):
         return None
-    count = machine.num_devices
+    count = 1 if machine.virtual_time else machine.num_devices
     with _one_at_a_time:
         if anew or count not in _known:
             with torch.random.fork_rng(devices=()):
@@ -70,47 +74,79 @@ def emulation_of(machine: Machine, costs_of: CostsOf, *, anew: bool = False) -> 
 
 
 def _measured(num_devices: int, costs_of: CostsOf) -> Emulation:
-    alone, costs = _run(1, _TINY, costs_of)
-    of_layers = [costs.cost(layer, _TINY.samples) for layer in range(*_WHOLE)]
-    kernels_s = sum(cost.recompute_s + cost.backward_s for cost in of_layers)
-    spans = [span for trace in alone for span in _spans(trace)]
-    forward, backward, came, left = (
-        statistics.median(seconds for other, seconds, _ in spans if other is kind)
-        for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.SWAP_IN, OpKind.SWAP_OUT)
-    )
+    rounds, costs = _run((1,), _TINY, costs_of)
+    spans = [span for (trace,) in rounds for span in _spans(trace)]
     emulation = Emulation(
-        compute_s=max(0.0, (forward + backward - kernels_s) / 2),
-        transfer_s=(came + left) / 2,
+        compute_s=_beside_kernels_s(rounds, costs),
+        transfer_s=(_typical_s(spans, OpKind.SWAP_IN) + _typical_s(spans, OpKind.SWAP_OUT)) / 2,
         waking_s=statistics.median(gap for kind, _, gap in spans if kind is OpKind.SWAP_OUT),
         copied_bytes_per_s=_COPIED_BYTES / _copy_s(),
+        alone_s=_beside_kernels_s(*_run((1,), _TINY, costs_of, virtual_time=True)),
     )
     if num_devices == 1:
         return emulation
-    together, costs = _run(num_devices, _USUAL, costs_of)
-    hurried = emulation._replace(transfer_s=max(emulation.transfer_s, _typical_transfer_s(together)))
-    slowed = _slowed(together, costs, partial(_with_slower_ops, hurried))
-    factors = [
-        _slowed(*_run(num_devices, _LARGE, costs_of), partial(_with_slower_kernels, slowed)).kernels_slowed
-        for _ in range(_TIMES)
-    ]
-    return _with_slower_kernels(slowed, statistics.median(factors))
+    rounds, costs = _run((1, num_devices), _USUAL, costs_of)
+    transfer_s = _typical_transfer_s([together for _, together in rounds])
+    hurried = emulation._replace(transfer_s=max(emulation.transfer_s, transfer_s))
+    slowed = hurried._replace(compute_s=emulation.compute_s * _slower_ops(rounds, costs, emulation, hurried))
+    rounds, costs = _run((1, num_devices), _LARGE, costs_of, _ROUNDS_OF_LARGE)
+    return slowed._replace(kernels_slowed=_slower_kernels(rounds, costs, emulation, slowed))
 
 
-def _run(num_devices: int, size: _Size, costs_of: CostsOf) -> tuple[list[Trace], Profile]:
+def _run(
+    numbers: Sequence[int],
+    size: _Size,
+    costs_of: CostsOf,
+    num_rounds: int = _ROUNDS,
+    *,
+    virtual_time: bool = False,
+) -> tuple[list[tuple[Trace, ...]], Profile]:
+    """Rounds of one step on each of these numbers of devices; what the layers cost."""
+    with ExitStack() as stack:
+        steps = [stack.enter_context(_running(_machine(number, virtual_time), size)) for number in numbers]
+        rounds = [tuple(step() for step in steps) for _ in range(_WARM_UP + num_rounds)]
+    return rounds[_WARM_UP:], costs_of(_layers(size), _machine(1), size.samples)
+
+
+def _layers(size: _Size) -> LayerSequence:
     like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the user has as defaults
     model = nn.Sequential(*(nn.Linear(size.width, size.width, **like) for _ in range(*_WHOLE)))
-    batch = torch.zeros(2, num_devices * _MICROBATCHES * size.samples, size.width, **like)
-    layers = decompose(model, (batch[0], batch[1]), nn.functional.mse_loss)
-    machine = Machine.emulated(num_devices, memory=_BUDGET, link=1e12)
-    machine = replace(machine, devices=tuple(replace(device, compute_threads=1) for device in machine.devices))
-    program = _program(layers, num_devices, size.samples)
-    traces: list[Trace] = []
-    with Runner(layers, torch.optim.SGD(model.parameters(), lr=0.0), machine, lambda size: program) as runner:
-        for _ in range(_WARM_UP + _STEPS):
+    batch = torch.zeros(2, 2 * size.samples, size.width, **like)
+    return decompose(model, (batch[0], batch[1]), nn.functional.mse_loss)
+
+
+def _machine(num_devices: int, virtual_time: bool = False) -> Machine:
+    machine = Machine.emulated(num_devices, memory=_BUDGET, link=1e12, virtual_time=virtual_time)
+    return replace(machine, devices=tuple(replace(device, compute_threads=1) for device in machine.devices))
+
+
+@contextmanager
+def _running(machine: Machine, size: _Size) -> Iterator[Callable[[], Trace]]:
+    """A step, again and again."""
+    layers = _layers(size)
+    program = _program(layers, machine.num_devices, size.samples)
+    batch = torch.zeros(2, program.minibatch_size, size.width, dtype=torch.float32, device="cpu")
+    optimizer = torch.optim.SGD(layers.model.parameters(), lr=0.0)
+    with Runner(layers, optimizer, machine, lambda size: program) as runner:
+
+        def step() -> Trace:
             runner.step((batch[0], batch[1]))
             assert runner.last_trace is not None
-            traces.append(runner.last_trace)
-    return traces[_WARM_UP:], costs_of(layers, machine, size.samples)
+            return runner.last_trace
+
+        yield step
+
+
+def _beside_kernels_s(rounds: Sequence[tuple[Trace, ...]], costs: Profile) -> float:
+    """What one device takes for a computing op beside its kernels."""
+    spans = [span for (trace,) in rounds for span in _spans(trace)]
+    of_layers = [costs.cost(layer, _TINY.samples) for layer in range(*_WHOLE)]
+    kernels_s = sum(cost.recompute_s + cost.backward_s for cost in of_layers)
+    return max(0.0, (_typical_s(spans, OpKind.FORWARD) + _typical_s(spans, OpKind.BACKWARD) - kernels_s) / 2)
+
+
+def _typical_s(spans: Sequence[tuple[OpKind, float, float]], kind: OpKind) -> float:
+    return statistics.median(seconds for other, seconds, _ in spans if other is kind)
 
 
 def _typical_transfer_s(traces: Sequence[Trace]) -> float:
@@ -118,6 +154,30 @@ def _typical_transfer_s(traces: Sequence[Trace]) -> float:
     moves = (OpKind.SWAP_IN, OpKind.SWAP_OUT)
     seconds = sorted(seconds for trace in traces for kind, seconds, _ in _spans(trace) if kind in moves)
     return statistics.fmean(seconds[: -(len(seconds) // 10)])
+
+
+def _slower_ops(
+    rounds: Sequence[tuple[Trace, ...]], costs: Profile, emulation: Emulation, of_several: Emulation
+) -> float:
+    """How many times as much ops take beside their kernels where several devices compute."""
+    factors = []
+    for alone, together in rounds:
+        speed = _agreeing(alone, costs, partial(_with_slower_kernels, emulation))
+        as_fast = of_several._replace(kernels_slowed=speed)
+        factors.append(_agreeing(together, costs, partial(_with_slower_ops, as_fast)))
+    return max(1.0, statistics.median(factors))
+
+
+def _slower_kernels(
+    rounds: Sequence[tuple[Trace, ...]], costs: Profile, emulation: Emulation, of_several: Emulation
+) -> float:
+    """How many times as long kernels take where several devices compute."""
+    factors = [
+        _agreeing(together, costs, partial(_with_slower_kernels, of_several))
+        / _agreeing(alone, costs, partial(_with_slower_kernels, emulation))
+        for alone, together in rounds
+    ]
+    return max(1.0, statistics.median(factors))
 
 
 def _with_slower_ops(emulation: Emulation, factor: float) -> Emulation:
@@ -128,15 +188,14 @@ def _with_slower_kernels(emulation: Emulation, factor: float) -> Emulation:
     return emulation._replace(kernels_slowed=factor)
 
 
-def _slowed(traces: Sequence[Trace], costs: Profile, slower: Callable[[float], Emulation]) -> Emulation:
-    """Slower by the factor, at least 1, that makes the simulator agree with these."""
-    measured_s = statistics.median(trace.makespan_s for trace in traces)
-    low, high = 1.0, _MOST_SLOWED
+def _agreeing(trace: Trace, costs: Profile, slower: Callable[[float], Emulation]) -> float:
+    """The factor with which the simulator says of the trace's program what was measured."""
+    low, high = 1 / _MOST_SLOWED, _MOST_SLOWED
     for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        simulated_s = makespan_s(traces[0].program, replace(costs, emulation=slower(middle)), traces[0].machine)
-        low, high = (middle, high) if simulated_s < measured_s else (low, middle)
-    return slower((low + high) / 2)
+        middle = math.sqrt(low * high)
+        simulated_s = makespan_s(trace.program, replace(costs, emulation=slower(middle)), trace.machine)
+        low, high = (middle, high) if simulated_s < trace.makespan_s else (low, middle)
+    return math.sqrt(low * high)
 
 
 def _program(layers: LayerSequence, num_devices: int, num_samples: int) -> Program:

@@ -1,8 +1,6 @@
 """What emulated devices take beside kernels and links: measured, kept in the profile, simulated."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from harmony_lab.profiler import emulation
 from harmony_lab.profiler.measure import _costs_of, profile
 from harmony_lab.program import OpKind
 from harmony_lab.simulator.engine import run
+from harmony_lab.trace import Trace
 
 EMULATION = Emulation(compute_s=0.002, transfer_s=0.003, waking_s=0.0005, copied_bytes_per_s=1e9, kernels_slowed=1.5)
 PLAN = Plan.parse("pp minibatch=2 forward=2[] backward=2[0:4] devices=0")
@@ -64,26 +63,27 @@ def test_real_devices_are_simulated_without() -> None:
     assert emulated.end_s[transfers].tolist() == plain.end_s[transfers].tolist()
 
 
-@pytest.mark.parametrize(
-    ("slower", "like"),
-    [
-        (emulation._with_slower_ops, EMULATION._replace(compute_s=0.006)),
-        (emulation._with_slower_kernels, EMULATION._replace(kernels_slowed=3.0)),
-    ],
-)
-def test_several_devices_are_slowed_until_the_simulator_agrees(
-    slower: Callable[[Emulation, float], Emulation], like: Emulation
-) -> None:
-    traces, costs = emulation._run(2, emulation._USUAL, _costs_of)
-    as_if_measured = run(traces[0].program, replace(costs, emulation=like), traces[0].machine)
-    found = emulation._slowed([as_if_measured], costs, partial(slower, EMULATION))
-    assert found == pytest.approx(like, rel=0.01)
+@pytest.mark.parametrize("speed", [0.7, 1.0, 1.3])
+def test_what_several_devices_lose_is_found_however_fast_kernels_are_then(speed: float) -> None:
+    """Of rounds in which all kernels, of one device and of two, took ``speed`` times what the profile says."""
+    rounds, costs = emulation._run((1, 2), emulation._USUAL, _costs_of, 1)
+    alone = EMULATION._replace(kernels_slowed=1.0)
+
+    def measured(together: Emulation) -> list[tuple[Trace, ...]]:
+        then = [given._replace(kernels_slowed=speed * given.kernels_slowed) for given in (alone, together)]
+        pairs = zip(then, rounds[0], strict=True)
+        return [tuple(run(t.program, replace(costs, emulation=given), t.machine) for given, t in pairs)]
+
+    ops = alone._replace(compute_s=3 * alone.compute_s)
+    assert emulation._slower_ops(measured(ops), costs, alone, alone) == pytest.approx(3, rel=0.01)
+    kernels = ops._replace(kernels_slowed=1.2)
+    assert emulation._slower_kernels(measured(kernels), costs, alone, ops) == pytest.approx(1.2, rel=0.01)
 
 
 def test_devices_wait_for_each_other_in_what_slows_them() -> None:
     """What several devices lose is mostly waiting for whichever is late: a program without waiting would not see it."""
-    traces, _ = emulation._run(2, emulation._TINY, _costs_of)
-    program = traces[0].program
+    rounds, _ = emulation._run((2,), emulation._TINY, _costs_of, 1)
+    program = rounds[0][0].program
     forwards = [op for op in program.ops if op.kind is OpKind.FORWARD]
     awaited = {(op.device, program.ops[other].device) for op in forwards for other in op.after}
     assert {(0, 1), (1, 0)} <= awaited
