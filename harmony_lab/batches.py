@@ -1,26 +1,30 @@
 """Minibatches for as many steps as are asked for."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from harmony_lab.errors import HarmonyError
 
-__all__ = ["endless", "listed", "single"]
+__all__ = ["endless", "listed", "single", "to_train_on"]
+
+
+def to_train_on(data: Any, flatten: Callable[[Any], object]) -> Iterable[Any]:
+    """Batches, or a list of the one that was given in their place; ``flatten`` as in ``listed``.
+
+    Raises ``HarmonyError`` where the one, or the first in a list, is no batch of the model's.
+    """
+    if not _are_several(data, flatten):
+        data = [data]
+    wrong = _fault(data[0], flatten) if isinstance(data, list | tuple) and data else ""
+    if wrong and len(data) > 1 and all(hasattr(part, "ndim") for part in data):  # may have been meant as one
+        wrong = f"the first: {wrong}; all as one: {_fault(data, flatten)}"
+    if wrong:
+        raise HarmonyError(f"batches as the model takes them, such as a DataLoader's, or one were expected. {wrong}")
+    return cast(Iterable[Any], data)
 
 
 def endless(data: Iterable[Any]) -> Iterator[Any]:
     """Batches, starting over when they are used up, if the data can."""
-    if isinstance(data, Mapping) or hasattr(data, "ndim"):
-        raise HarmonyError(
-            f"data must be an iterable of batches, such as a DataLoader; a single batch ({type(data).__name__}) "
-            "was given: pass [batch] to train on it again and again"
-        )
-    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
-        raise HarmonyError(f"data must be an iterable of batches, such as a DataLoader, got {type(data).__name__}")
-    return _over_and_over(data)
-
-
-def _over_and_over(data: Iterable[Any]) -> Iterator[Any]:
     once_only = iter(data) is data
     while True:
         empty = True
@@ -38,8 +42,7 @@ def listed(given: Any, flatten: Callable[[Any], object]) -> list[Any]:
 
     ``flatten`` raises ``HarmonyError`` for what is no batch of the model's.
     """
-    several = hasattr(given, "__iter__") and not isinstance(given, Mapping) and not hasattr(given, "ndim")
-    return list(given) if several and not _is_batch(given, flatten) else [given]
+    return list(given) if _are_several(given, flatten) else [given]
 
 
 def single(given: Any, flatten: Callable[[Any], object]) -> Any:
@@ -55,9 +58,21 @@ def single(given: Any, flatten: Callable[[Any], object]) -> Any:
     return given[0]
 
 
+def _are_several(given: Any, flatten: Callable[[Any], object]) -> bool:
+    walkable = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+    if not walkable or isinstance(given, Mapping) or hasattr(given, "ndim"):
+        return False
+    return not _is_batch(given, flatten)
+
+
 def _is_batch(given: Any, flatten: Callable[[Any], object]) -> bool:
+    return not _fault(given, flatten)
+
+
+def _fault(given: Any, flatten: Callable[[Any], object]) -> str:
+    """Why that is no batch of the model's; nothing where it is one."""
     try:
         flatten(given)
-    except HarmonyError:
-        return False
-    return True
+    except HarmonyError as error:
+        return str(error)
+    return ""

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from harmony_lab.emulation import Emulation
 from harmony_lab.errors import OutOfRangeError
+from harmony_lab.layer_costs import Cost, ForwardCost, LayerCost, SharedParameter
 from harmony_lab.layers import TensorSpec
 from harmony_lab.machine import check_schema
 from harmony_lab.precision import Precision
@@ -18,103 +20,11 @@ from harmony_lab.units import format_bytes, format_seconds, format_spread
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Cost", "Emulation", "ForwardCost", "LayerCost", "Profile", "SharedParameter"]
+__all__ = ["Cost", "ForwardCost", "LayerCost", "Profile", "SharedParameter"]
 
 SCHEMA_VERSION = 2
 _UNSTEADY = 0.5  # of ``spread``
 _SIZES_LISTED = 8  # in the one-line form
-
-
-class Cost(NamedTuple):
-    """What one run of one layer on one microbatch costs.
-
-    Seconds are compute only.  Bytes are peaks *above* the layer's parameters, buffers, gradients and inputs, which the
-    planner counts itself; each covers the allocations made while the layer runs, outputs and gradients of inputs
-    included.
-
-    ``forward_s``           forward without gradient
-    ``recompute_s``         forward with gradient (what saves activations)
-    ``backward_s``          backward alone
-    ``forward_peak_bytes``  peak of forward without gradient
-    ``saved_bytes``         what forward with gradient leaves alive for backward, outputs included
-    ``recompute_peak_bytes``  peak of forward with gradient
-    ``backward_peak_bytes``   peak of backward, ``saved_bytes`` and the outputs' gradients included
-    ``spread``              how far repeated runs were apart: seconds are right to ± this share; None: not repeated
-    """
-
-    forward_s: float
-    recompute_s: float
-    backward_s: float
-    forward_peak_bytes: float
-    saved_bytes: float
-    recompute_peak_bytes: float
-    backward_peak_bytes: float
-    spread: float | None = None
-
-
-class ForwardCost(NamedTuple):
-    """The part of ``Cost`` that a forward without gradient needs."""
-
-    forward_s: float
-    forward_peak_bytes: float
-
-
-class Emulation(NamedTuple):
-    """What emulated devices take beside the work itself, as the host runs them.
-
-    ``compute_s``, ``transfer_s``: of a core, for each computing op and each transfer.  ``waking_s``: until an op that
-    waited for another stream starts.  ``copied_bytes_per_s``: how fast one core copies.  ``kernels_slowed``: how many
-    times as long kernels take where several devices compute, though each has a core.
-    """
-
-    compute_s: float
-    transfer_s: float
-    waking_s: float
-    copied_bytes_per_s: float
-    kernels_slowed: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost:
-    """One layer.  Bytes of parameters count everything the layer reads, shared ones too; optimizer bytes and the
-    seconds of the update count only parameters that no earlier layer shares.  Parameters, gradients and buffers are
-    counted as laid out in a flat block: each padded to a multiple of 64 bytes (``layers.padded``).
-
-    ``costs`` is parallel to the profile's ``microbatch_sizes``, ``forward_costs`` to its ``forward_only_sizes``.
-    ``update_spread``: of ``update_s``, as in ``Cost``.  ``update_workspace_bytes``: temporaries of the optimizer's step
-    for the layer; None: not measured.
-    """
-
-    name: str
-    kind: int
-    parameter_bytes: int
-    gradient_bytes: int
-    buffer_bytes: int
-    updated_buffer_bytes: int
-    optimizer_state_bytes: int
-    update_s: float
-    batch_inputs: tuple[str, ...]
-    costs: tuple[Cost, ...]
-    update_spread: float | None = None
-    forward_costs: tuple[ForwardCost, ...] = ()
-    update_workspace_bytes: int | None = None
-
-    @property
-    def largest_update_bytes(self) -> int:
-        """Temporaries of the optimizer's step for the layer at most: where not measured, what optimizers that are not
-        fused take for all its parameters at once, two of each."""
-        return 2 * self.gradient_bytes if self.update_workspace_bytes is None else self.update_workspace_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedParameter:
-    """A parameter or buffer that several layers read: counted once in a pack that holds more than one of them."""
-
-    name: str
-    num_bytes: int
-    gradient_bytes: int
-    layers: tuple[int, ...]
-    is_buffer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

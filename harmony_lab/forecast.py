@@ -28,7 +28,7 @@ class Forecast:
     ``device_peak_bytes``, ``device_budget_bytes``: per device; peaks are bounds for any timing.  On the host:
     ``weight_bytes`` of parameters and of the copies that devices get in another type, ``optimizer_state_bytes``,
     ``gradient_bytes`` of the memory that gradients come to lie in and ``stash_bytes`` of what only activations do,
-    allocated once and held (``places``), ``accumulated_bytes`` of gradients that wait for other minibatches,
+    allocated once and held (``places``), ``accumulated_bytes`` of gradients that wait for other minibatches beside,
     ``update_bytes`` of the optimizer's temporaries, ``emulated_bytes`` of what emulated devices are made of.
     ``pinned_bytes`` of all that are page-locked.  ``present_bytes`` are taken by the model and its optimizer now;
     ``available_bytes`` can be had beside them.
@@ -131,30 +131,34 @@ def forecast(
     profile: Profile,
     machine: Machine,
     *,
-    accumulate: int = 1,
+    adding: Program | None = None,
 ) -> Forecast:
-    """What training takes whose iterations are that program of the layers.  ``accumulate``: minibatches per update."""
+    """What training takes whose iterations are that program of the layers.  ``adding``: that of minibatches whose
+    gradients are added to those that it updates with or leaves."""
     from harmony_lab.runtime.host_memory import available_bytes
 
-    places = place(program, layers)
-    gradients, stash = waiting_bytes(program, places)
+    programs = [program] if adding is None else [program, adding]
+    places = [place(one, layers) for one in programs]  # in the same memory, but for what is left
+    left = places[0].left_bytes
+    waiting = (waiting_bytes(one, placed) for one, placed in zip(programs, places, strict=True))
+    gradients, stash = max(((g - p.left_bytes, s) for (g, s), p in zip(waiting, places, strict=True)), key=sum)
     held = _state_bytes(layers, optimizer)
     state = max(held, profile.optimizer_state_bytes or measured_state_bytes(layers, optimizer))
     on_host = max(0, state - state_on_devices(program))
     pinned = [device.backend is not Backend.EMULATED for device in machine.devices]
-    emulated = [places.device_bytes(number) for number, real in enumerate(pinned) if not real]
+    emulated = [max(p.device_bytes(number) for p in places) for number, real in enumerate(pinned) if not real]
     moving = profile.weight_bytes(0, len(layers))
     return Forecast(
-        device_peak_bytes=peak_bytes(program),
+        device_peak_bytes=tuple(map(max, zip(*map(peak_bytes, programs), strict=True))),
         device_budget_bytes=machine.budgets,
         weight_bytes=profile.host_weight_bytes,
         optimizer_state_bytes=on_host,
-        gradient_bytes=gradients,
+        gradient_bytes=gradients + left,
         stash_bytes=stash,
-        accumulated_bytes=layers.trainable_bytes if accumulate > 1 else 0,
+        accumulated_bytes=0 if adding is None or left else layers.trainable_bytes,
         update_bytes=_update_bytes(program, layers, optimizer),
         emulated_bytes=sum(emulated),
-        pinned_bytes=moving + gradients + stash if any(pinned) else 0,
+        pinned_bytes=moving + gradients + left + stash if any(pinned) else 0,
         present_bytes=layers.parameter_bytes + held,
         available_bytes=min(available_bytes(), machine.host.memory_bytes),
     )

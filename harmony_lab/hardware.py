@@ -21,6 +21,7 @@ __all__ = [
     "Link",
     "bridge_problems",
     "describe_links",
+    "device_problems",
     "free_host_bytes",
     "margin_bytes",
     "pairs_joined",
@@ -151,6 +152,20 @@ def pairs_joined(devices: Sequence[Device], bytes_per_s: float) -> tuple[Bridge,
     """A bridge between the first two devices, the next two and so on; an odd one has none."""
     pairs = zip(devices[::2], devices[1::2], strict=False)
     return tuple(Bridge(first=a.name, second=b.name, bytes_per_s=bytes_per_s) for a, b in pairs)
+
+
+def device_problems(devices: Sequence[Device], *, virtual_time: bool) -> list[str]:
+    """What is wrong with a machine's devices."""
+    names = [device.name for device in devices]
+    problems = [] if devices else ["a machine needs at least one device"]
+    if len(set(names)) != len(names):
+        problems.append(f"device names must differ, got {names}")
+    problems += [f"{device.name}: memory_bytes must be above 0" for device in devices if device.memory_bytes <= 0]
+    problems += [f"{device.name}: release_s must be 0 or more" for device in devices if not device.release_s >= 0]
+    real = [device.name for device in devices if device.backend is not Backend.EMULATED]
+    if virtual_time and real:
+        problems.append(f"virtual_time is for emulated devices, {', '.join(real)} are real: leave it out")
+    return problems
 
 
 def bridge_problems(bridges: Sequence[Bridge], devices: Sequence[str]) -> list[str]:

@@ -7,11 +7,16 @@ from harmony_lab.costs import Profile
 from harmony_lab.forecast import Forecast, forecast
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Backend, Machine
+from harmony_lab.planner.lower import lower
 from harmony_lab.precision import Precision
+from harmony_lab.preview import Preview
 from harmony_lab.profiler.estimate import estimate
 from harmony_lab.profiler.measure import profile
 from harmony_lab.profiler.steps import ProgressCallback
-from harmony_lab.trace import Trace
+from harmony_lab.program import Program
+from harmony_lab.roles import Role
+from harmony_lab.schedules import forecast_of_several
+from harmony_lab.training_plan import plan_as
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +66,7 @@ def costs_on(
 
 def forecast_on(
     machine: Machine,
-    predicted: Trace,
+    chosen: Preview,
     layers: LayerSequence,
     optimizer: "torch.optim.Optimizer",
     costs: Profile,
@@ -69,7 +74,14 @@ def forecast_on(
     accumulate: int = 1,
 ) -> Forecast:
     """``forecast``; of a machine that is not at hand, against its own host's memory, with nothing present yet."""
-    found = forecast(predicted.program, layers, optimizer, costs, machine, accumulate=accumulate)
+
+    def lowered(role: Role) -> Program:
+        return lower(plan_as(role, chosen.plan), costs, machine, allow_overrun=True)
+
+    if accumulate == 1:
+        found = forecast(chosen.program, layers, optimizer, costs, machine)
+    else:
+        found = forecast_of_several(lowered, chosen.plan, layers, optimizer, costs, machine)
     if why_only_planned(layers, machine):
         return replace(found, present_bytes=0, available_bytes=machine.host.memory_bytes)
     return found

@@ -210,6 +210,11 @@ class LayerSequence:
         return {spec.name: spec for spec in self.batch}
 
     @cached_property
+    def has_shadows(self) -> bool:
+        """Whether devices get copies of parameters in another type."""
+        return any(spec.shadow for spec in self.state.values())
+
+    @cached_property
     def parameter_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.state.values())
 

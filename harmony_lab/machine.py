@@ -28,6 +28,7 @@ from harmony_lab.hardware import (
     Link,
     bridge_problems,
     describe_links,
+    device_problems,
     margin_bytes,
     pairs_joined,
     this_host,
@@ -36,7 +37,7 @@ from harmony_lab.units import format_bytes, format_rate, parse_bytes, parse_rate
 
 __all__ = ["HOST", "HOST_MEMORY", "Backend", "Bridge", "Device", "Direction", "Hop", "Host", "Link", "Machine"]
 
-SCHEMA_VERSION = 3  # since 2: bridges, the rate of the host's memory; since 3: what of the host is assumed
+SCHEMA_VERSION = 4  # since 2: bridges, the rate of the host's memory; 3: what of the host is assumed; 4: virtual time
 HOST = -1
 """The index that stands for the host where a device index is expected."""
 _PCIE3_X16 = 12e9  # bytes per second that copies reach on a link of 15.75 GB/s
@@ -48,7 +49,8 @@ class Machine:
 
     ``fabric_bytes_per_s``: of each device's own port, per direction, on a fabric between the devices (NVLink), where
     there is one: peer transfers take it and leave the links alone.  ``bridges``: between two devices, which always copy
-    to each other directly and over their bridge.
+    to each other directly and over their bridge.  ``virtual_time``: emulated devices take what as many real ones would
+    take, on a clock of their own (``runtime.virtual``).
 
     Raises ``HarmonyError`` where the links do not form a tree that reaches every device.
     """
@@ -60,6 +62,7 @@ class Machine:
     peer_transfers: bool = True
     fabric_bytes_per_s: float | None = None
     bridges: tuple[Bridge, ...] = ()
+    virtual_time: bool = False
     _link_above: Mapping[str, Link] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,18 +72,12 @@ class Machine:
 
     def _problems(self) -> list[str]:
         names = [device.name for device in self.devices]
-        problems = []
-        if not self.devices:
-            problems.append("a machine needs at least one device")
-        if len(set(names)) != len(names):
-            problems.append(f"device names must differ, got {names}")
+        problems = device_problems(self.devices, virtual_time=self.virtual_time)
         if len(self._link_above) != len(self.links):
             problems.append("each device or switch may hang from one link only")
         problems += [f"link {link.name}: bytes_per_s must be above 0" for link in self.links if link.bytes_per_s <= 0]
         if self.fabric_bytes_per_s is not None and self.fabric_bytes_per_s <= 0:
             problems.append("fabric_bytes_per_s must be above 0, or None where there is no fabric")
-        problems += [f"{d.name}: memory_bytes must be above 0" for d in self.devices if d.memory_bytes <= 0]
-        problems += [f"{d.name}: release_s must be 0 or more" for d in self.devices if not d.release_s >= 0]
         if self.host.memory_bytes_per_s is not None and self.host.memory_bytes_per_s <= 0:
             problems.append("the host's memory_bytes_per_s must be above 0, or None where it is no limit")
         lost = [device.name for device in self.devices if not self._leads_to_host(device.name)]
@@ -191,12 +188,13 @@ class Machine:
         peer_transfers: bool = True,
         bridge: str | float | None = None,
         host_memory_rate: str | float | None = None,
+        virtual_time: bool = False,
     ) -> "Machine":
         """Devices made of host memory: each has a hard budget, and they share one link to the host.
 
         ``memory``: bytes per device.  ``link``: the shared host link, per direction.  ``peer_link``: each device's own
         link to the switch, by default as fast as ``link``.  ``bridge``: of bridges that join devices two by two, per
-        direction; by default there are none.  ``host_memory_rate``: see ``Host.memory_bytes_per_s``.
+        direction; by default none.  ``host_memory_rate``: see ``Host.memory_bytes_per_s``.  ``virtual_time``: as there.
         """
         if not isinstance(num_devices, int) or not 1 <= num_devices <= MOST_DEVICES:
             raise HarmonyError(f"a machine has 1 to {MOST_DEVICES} emulated devices, got num_devices={num_devices!r}")
@@ -205,11 +203,9 @@ class Machine:
         host = this_host(None if host_memory is None else parse_bytes(host_memory))
         if host_memory_rate is not None:
             host = replace(host, memory_bytes_per_s=parse_rate(host_memory_rate))
-        threads = max(1, host.num_cores // num_devices)
+        size, threads = parse_bytes(memory), max(1, host.num_cores // num_devices)
         devices = tuple(
-            Device(
-                name=f"emu{i}", memory_bytes=parse_bytes(memory), parent="switch", ordinal=i, compute_threads=threads
-            )
+            Device(name=f"emu{i}", memory_bytes=size, parent="switch", ordinal=i, compute_threads=threads)
             for i in range(num_devices)
         )
         links = (
@@ -223,6 +219,7 @@ class Machine:
             links=links,
             peer_transfers=peer_transfers,
             bridges=() if bridge is None else pairs_joined(devices, parse_rate(bridge)),
+            virtual_time=virtual_time,
         )
 
     @classmethod
@@ -328,6 +325,7 @@ class Machine:
             "peer_transfers": self.peer_transfers,
             "fabric_bytes_per_s": self.fabric_bytes_per_s,
             "bridges": [_fields(bridge) for bridge in self.bridges],
+            "virtual_time": self.virtual_time,
         }
 
     @classmethod
@@ -342,6 +340,7 @@ class Machine:
             peer_transfers=data["peer_transfers"],
             fabric_bytes_per_s=data.get("fabric_bytes_per_s"),
             bridges=tuple(Bridge(**bridge) for bridge in data.get("bridges", ())),
+            virtual_time=data.get("virtual_time", False),
         )
 
     def __repr__(self) -> str:
@@ -381,6 +380,7 @@ class Machine:
         rest = f", host memory {format_rate(limit)}" if (limit := self.host.memory_bytes_per_s) is not None else ""
         if self.bridges:
             rest += f", bridges {' '.join(bridge.name for bridge in self.bridges)}"
+        rest += ", in virtual time" if self.virtual_time else ""
         return f"{self.name}: {count} of {'/'.join(memory)}, {describe_links(self.links, self.num_devices)}{rest}"
 
 

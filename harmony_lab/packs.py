@@ -37,7 +37,7 @@ def tiling(name: str, packs: Sequence[Pack], start: int, stop: int) -> Iterable[
 def parse_packs(text: str) -> tuple[int, tuple[Pack, ...]]:
     match = re.fullmatch(r"(\d+)\[((?:\d+:\d+)?(?:,\d+:\d+)*)\]", text)
     if match is None:
-        raise ValueError(f"a microbatch size and packs like 4[0:3,3:6] were expected, got {text!r}")
+        raise ValueError(f"a microbatch size and packs were expected, got {text!r}")
     size, packs = match.groups()
     return int(size), parse_pairs(packs)
 
@@ -45,7 +45,7 @@ def parse_packs(text: str) -> tuple[int, tuple[Pack, ...]]:
 def parse_pairs(text: str) -> tuple[Pack, ...]:
     pairs = [pack.split(":") for pack in text.split(",") if pack]
     if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"packs like 0:3,3:6 were expected, got {text!r}")
+        raise ValueError(f"packs were expected, got {text!r}")
     return tuple(Pack(int(start), int(stop)) for start, stop in pairs)
 
 

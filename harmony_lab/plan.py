@@ -10,7 +10,8 @@ from typing import Any
 
 from harmony_lab.errors import PlanError
 from harmony_lab.machine import check_schema
-from harmony_lab.packs import Pack, joined, microbatches, parse_packs, parse_pairs, tiling
+from harmony_lab.packs import Pack, joined, microbatches, tiling
+from harmony_lab.plan_words import WORDS, knobs_of
 from harmony_lab.precision import Precision
 
 __all__ = ["Mode", "Pack", "Plan", "difference", "microbatches"]
@@ -20,10 +21,7 @@ _PACKS = ("forward_packs", "backward_packs", "resident_packs", "kept_packs", "de
 _COUNTS = ("minibatch_size", "forward_microbatch_size", "backward_microbatch_size", "prefetch")
 _SWITCHES = ("peer_transfers", "just_in_time_update", "overlapped_update", "mirrored")
 _INDICES = ("devices", "device_stash")
-_KEYS = {
-    *("minibatch", "forward", "backward", "devices", "prefetch", "peer", "update", "precision"),
-    *("mirrored", "resident", "kept", "stash", "optimizer"),
-}
+_NEEDED = ("minibatch", "forward", "backward", "devices")
 
 
 class Mode(StrEnum):
@@ -206,13 +204,18 @@ class Plan:
         return self.minibatch_size * position // count, self.minibatch_size * (position + 1) // count
 
     def with_(self, **changes: Any) -> "Plan":
-        """The same plan with some knobs changed; raises ``PlanError`` where the result breaks invariants."""
-        known = [f.name for f in fields(self)]
-        unknown = [f"{name!r} is no knob of a plan" for name in sorted(set(changes) - set(known))]
+        """The same plan with some knobs changed, named as here or as in the text form: ``with_(prefetch=0,
+        update="end")``.  Raises ``PlanError`` where the result breaks invariants.
+        """
+        knobs, violations = knobs_of(changes)
+        unknown = [f"{name!r} is no knob of a plan" for name in sorted(set(knobs) - {f.name for f in fields(self)})]
         if unknown:
-            knobs = ", ".join(f.name for f in fields(self) if f.compare)
-            raise PlanError("unknown knobs", [*unknown, f"there are {knobs}"])
-        return replace(self, **changes)
+            there = ", ".join(f.name for f in fields(self) if f.compare)
+            words = ", ".join(f"{word}=" for word in WORDS)
+            unknown.append(f"there are {there}; or as in a plan's text {words}")
+        if unknown or violations:
+            raise PlanError("unknown knobs" if unknown else "these knobs cannot be read", [*violations, *unknown])
+        return replace(self, **knobs)
 
     def for_minibatch(self, minibatch_size: int) -> "Plan":
         """The same schedule for another minibatch size, such as a smaller last batch; microbatches shrink where they
@@ -257,40 +260,15 @@ class Plan:
         """Read the text form.  Raises ``PlanError`` saying which part is off."""
         mode, *rest = text.split() or [""]
         parts = dict(part.split("=", 1) for part in rest if "=" in part)
-        missing = [key for key in ("minibatch", "forward", "backward", "devices") if key not in parts]
-        unknown = [f"{key}=" for key in sorted(set(parts) - _KEYS)] + [repr(part) for part in rest if "=" not in part]
-        violations = [f"{key}= is missing" for key in missing] + [f"{what} is unknown" for what in unknown]
+        violations = [f"{word}= is missing" for word in _NEEDED if word not in parts]
+        violations += [f"{word}= is unknown" for word in sorted(set(parts) - set(WORDS))]
+        violations += [f"{part!r} is unknown" for part in rest if "=" not in part]
         if mode not in set(Mode):
             violations.append(f"a plan starts with its mode, dp or pp, got {mode!r}")
-        if violations:
-            raise PlanError(f"this is not a plan: {text!r}", violations)
-        try:
-            forward_size, forward_packs = parse_packs(parts["forward"])
-            backward_size, backward_packs = parse_packs(parts["backward"])
-            update = _parse_update(parts.get("update", "jit"))
-            return cls(
-                mode=Mode(mode),
-                minibatch_size=_parse_count("minibatch", parts["minibatch"]),
-                forward_microbatch_size=forward_size,
-                forward_packs=forward_packs,
-                backward_microbatch_size=backward_size,
-                backward_packs=backward_packs,
-                devices=tuple(_parse_count("devices", device) for device in parts["devices"].split(",")),
-                prefetch=_parse_count("prefetch", parts.get("prefetch", "1")),
-                peer_transfers=_parse_switch("peer", parts.get("peer", "on"), on="on", off="off"),
-                just_in_time_update=update == "jit",
-                overlapped_update=update == "next",
-                precision=_parse_precision(parts.get("precision", Precision.FP32)),
-                mirrored=_parse_switch("mirrored", parts.get("mirrored", "off"), on="on", off="off"),
-                resident_packs=parse_pairs(parts.get("resident", "")),
-                kept_packs=parse_pairs(parts.get("kept", "")),
-                device_stash=tuple(_parse_count("stash", b) for b in parts.get("stash", "").split(",") if b),
-                device_updates=parse_pairs(parts.get("optimizer", "")),
-            )
-        except PlanError:
-            raise
-        except ValueError as error:
-            raise PlanError(f"this is not a plan: {text!r}", [f"{error}"]) from None
+        knobs, unreadable = knobs_of({word: value for word, value in parts.items() if word in WORDS})
+        if violations or unreadable:
+            raise PlanError(f"this is not a plan: {text!r}", [*violations, *unreadable])
+        return cls(mode=Mode(mode), **knobs)
 
     @classmethod
     def of(cls, plan: "Plan | str") -> "Plan":
@@ -371,27 +349,3 @@ def _whole(name: str, given: Any) -> Any:
     if name in _COUNTS:
         return index(given)
     return tuple(Pack(*map(index, pack)) for pack in given) if name in _PACKS else tuple(map(index, given))
-
-
-def _parse_count(name: str, text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"{name}= takes whole numbers, got {text!r}")
-    return int(text)
-
-
-def _parse_precision(text: str) -> Precision:
-    if text not in set(Precision):
-        raise ValueError(f"precision= is fp32 or bf16, got {text!r}")
-    return Precision(text)
-
-
-def _parse_update(text: str) -> str:
-    if text not in ("jit", "end", "next"):
-        raise ValueError(f"update= is jit, end or next, got {text!r}")
-    return text
-
-
-def _parse_switch(name: str, text: str, *, on: str, off: str) -> bool:
-    if text not in (on, off):
-        raise ValueError(f"{name}= is {on} or {off}, got {text!r}")
-    return text == on

@@ -14,7 +14,8 @@
     parameters of other types than fp32.
 
 In plain PyTorch that is ``torch.autocast`` over a model whose weights were rounded to bf16, with the optimizer over the
-unrounded ones.
+unrounded ones.  Without shadows (``in_precision(..., shadows=False)``) it is ``torch.autocast`` over the model as it
+is: devices get the masters, whole, and may update them, which is what baselines that update on devices are given.
 
 fp16 is not offered: its gradients underflow without a loss scale, which has to be found while training, and a step
 whose gradients overflow is skipped, after packs would have been updated.  bf16 has fp32's range and needs neither.

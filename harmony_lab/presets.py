@@ -13,7 +13,7 @@ from harmony_lab.units import parse_bytes, parse_rate
 __all__ = ["GPU", "GPUS", "find", "gpu", "memory_rate", "preset_machine"]
 
 _PCIE_X16_BYTES_PER_S = {3: 12e9, 4: 24e9, 5: 48e9}
-"""What copies of pinned memory reach, per direction: 76 % of the 15.75, 31.5 and 63 GB/s of the links."""
+"""What copies of pinned memory reach, per direction: 76% of the 15.75, 31.5 and 63 GB/s of the links."""
 _LATENCY_S = 1e-5
 
 _COUNT = re.compile(r"(\d+)\s*[x×]\s*(.+)", re.IGNORECASE)

@@ -124,7 +124,7 @@ def _bare(plan: Plan, changes: dict[str, Any]) -> Plan:
     """``plan`` with those changes and nothing that stays on the devices; in dp nothing is mirrored."""
     if plan.mirrored and Mode(changes.get("mode", plan.mode)) is Mode.DP:
         changes = {**changes, "mirrored": False}
-    return plan.with_(**{"resident_packs": (), "kept_packs": (), "device_stash": (), "device_updates": (), **changes})
+    return plan.with_(resident_packs=(), kept_packs=(), device_stash=(), device_updates=()).with_(**changes)
 
 
 def _in_step(plan: Plan) -> bool:

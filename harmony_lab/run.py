@@ -1,6 +1,5 @@
 """Run: training under way on a thread of its own, watched and steered from any thread."""
 
-import logging
 import math
 import threading
 import time
@@ -21,7 +20,6 @@ from harmony_lab.units import format_seconds
 
 __all__ = ["Run", "RunStatus", "StepRecord", "StepTrainer"]
 
-_log = logging.getLogger("harmony_lab")
 _INTERRUPT_CHECK_S = 0.1
 _PAUSE_CHECK_S = 0.5  # how often a paused run looks whether the interpreter is going down
 
@@ -59,7 +57,7 @@ class Run:
     worth knowing, such as a smaller last batch.
 
     ``accumulate``: minibatches per step, see ``Trainer.accumulate``.  ``on_step`` is called after every step, on the
-    run's thread; where it fails the run goes on and a note says so.
+    run's thread, once its updates are made; what it raises ends the run, as it would end a loop.
 
     Under a plan with ``update=next`` each step leaves its updates to the next (``Trainer.step``), but for those that
     ``on_step`` is told of: then, and while the run is paused and when it has ended, weights are those of all its steps.
@@ -89,7 +87,7 @@ class Run:
         self.record_every = record_every
         self.predicted = trainer.predicted
         self.accumulate = accumulate
-        self._leaves = plan.overlapped_update and accumulate == 1 and on_step is None
+        self._leaves = plan.overlapped_update and on_step is None
         self._task: _Task | None = _Task(trainer, endless(data), num_samples, on_step)
         self._listeners = Listeners()
         self._changed = threading.Condition()
@@ -287,17 +285,17 @@ class Run:
             begin = time.perf_counter()
             try:
                 if self.accumulate > 1:
-                    loss = task.trainer.accumulate(batches)
+                    loss = task.trainer.accumulate(batches, leave_updates=self._leaves)
                 else:
                     loss = task.trainer.step(batches[0], leave_updates=self._leaves)
             except StepCancelledError:
                 return RunStatus.STOPPED
             seconds = time.perf_counter() - begin
             self._count(number, loss, seconds, task.trainer.last_norm)
-            if task.on_step is not None:
-                self._tell(task, number, loss, seconds, sum(sizes))
             if (number + 1) % self.record_every == 0 or number + 1 == self.steps:
                 self._record(task.trainer.last_trace)
+            if task.on_step is not None:
+                self._tell(task, number, loss, seconds, sum(sizes))
         return RunStatus.FINISHED
 
     def _count(self, number: int, loss: float, seconds: float, norm: float | None) -> None:
@@ -321,11 +319,9 @@ class Run:
         )
         try:
             task.on_step(record)
-        except Exception as error:  # logging only watches, as listeners do
-            note = f"on_step failed with {type(error).__name__}: {error}; training went on"
-            if note not in self._notes:
-                _log.exception("on_step failed after step %d", number + 1)
-            self._note(note)
+        except BaseException as error:
+            what = f"on_step failed after step {number + 1} of {self.steps}, whose updates are made"
+            raise TrainingError(f"{what}: {type(error).__name__}: {error}") from error
 
     def _record(self, trace: Trace | None) -> None:
         if trace is not None:

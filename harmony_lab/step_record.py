@@ -12,7 +12,7 @@ __all__ = ["StepHooks", "StepRecord", "StepTrainer"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One step.  ``step`` counts from 1.  ``grad_norm``: None unless gradients are clipped.  ``trace``: what was
-    measured, of several minibatches in the last of them."""
+    measured, of several minibatches in the one with updates."""
 
     step: int
     loss: float
@@ -63,7 +63,7 @@ class StepTrainer(Protocol):
 
     def step(self, batch: Any, *, leave_updates: bool = False) -> float: ...
 
-    def accumulate(self, batches: Sequence[Any]) -> float: ...
+    def accumulate(self, batches: Sequence[Any], *, leave_updates: bool = False) -> float: ...
 
     def finish(self) -> None: ...
 

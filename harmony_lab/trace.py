@@ -180,10 +180,11 @@ class Trace:
     def __str__(self) -> str:
         peaks = ", ".join(format_bytes(peak) for peak in self.peak_bytes)
         timing = " in this timing" if self.origin is Origin.PREDICTED else ""
+        clock = " in virtual time" if self.machine.virtual_time else ""
         return (
-            f"{self.origin} iteration: {format_seconds(self.makespan_s)}, {format_bytes(self.swap_bytes)} swapped, "
-            f"{format_bytes(self.peer_bytes)} between devices, {self.bubble_fraction:.0%} idle, "
-            f"peak memory {peaks}{timing}"
+            f"{self.origin} iteration{clock}: {format_seconds(self.makespan_s)}, "
+            f"{format_bytes(self.swap_bytes)} swapped, {format_bytes(self.peer_bytes)} between devices, "
+            f"{self.bubble_fraction:.0%} idle, peak memory {peaks}{timing}"
         )
 
     def __repr__(self) -> str:

@@ -3,14 +3,13 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from harmony_lab.batches import listed, single
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
-from harmony_lab.forecast import Forecast, forecast, measured_state_bytes
+from harmony_lab.forecast import Forecast, measured_state_bytes
 from harmony_lab.layers import LayerSequence, require_layers
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
@@ -18,10 +17,19 @@ from harmony_lab.planner.check import check
 from harmony_lab.planner.explain_waiting import waiting_for_gradients
 from harmony_lab.planner.lower import lower
 from harmony_lab.program import Program
+from harmony_lab.roles import Role
+from harmony_lab.schedules import Schedules
 from harmony_lab.simulator.engine import run
 from harmony_lab.step_record import StepHooks, StepRecord
 from harmony_lab.trace import Trace
-from harmony_lab.training_plan import deferred, sizes_to_measure, sizes_to_run, suggestions
+from harmony_lab.training_plan import (
+    deferred,
+    machine_to_train_on,
+    plan_as,
+    sizes_to_measure,
+    sizes_to_run,
+    suggestions,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,6 +66,8 @@ class Trainer:
     ``seed`` fixes random masks (see ``reproducible_randomness``), others in every step.  ``first_step``: how many
     steps were trained before, so that training that goes on draws the masks it would have drawn without the break.
     ``chaos_seed`` delays every op of emulated devices at random, to show missing dependencies.
+    ``virtual_time``: emulated devices run one op at a time, and ``last_trace`` and ``predicted`` say what as many real
+    ones that compute as fast would take; as on a machine with ``Machine.virtual_time``.  All but the times is real.
 
     ``accumulate``: how many minibatches an update will be made of (see the method), so that memory is asked for first.
     ``max_grad_norm``: gradients are clipped as by ``torch.nn.utils.clip_grad_norm_`` over all trained parameters.  That
@@ -89,88 +99,72 @@ class Trainer:
         max_grad_norm: float | None = None,
         overlap_updates: bool = False,
         stop_on_nan: bool = False,
+        virtual_time: bool = False,
     ) -> None:
         from harmony_lab.profiler.compiling import prepare
-        from harmony_lab.profiler.measure import profile as measure
         from harmony_lab.profiler.precision import in_precision
-        from harmony_lab.runtime.optimizer import only_on_host
         from harmony_lab.runtime.runner import Runner
 
         require_layers(layers, "Trainer")
-        machine = Machine.of(machine)
-        given = plan = Plan.of(plan)
+        machine = machine_to_train_on(machine, virtual_time=virtual_time, chaos_seed=chaos_seed)
+        self._optimizer, self._seed, self._max_grad_norm = optimizer, seed, max_grad_norm
+        self._hooks = StepHooks()
         self.notes: tuple[str, ...] = ()
-        if max_grad_norm is not None:
-            plan = deferred(plan, max_grad_norm, overlap_updates)
-        if plan.device_updates and accumulate > 1:
-            plan = self._updating_on_host(plan, _SEVERAL)
-        if plan.device_updates and (reason := only_on_host(optimizer)):
-            plan = self._updating_on_host(plan, reason)
+        given, plan = self._plans(Plan.of(plan), accumulate, overlap_updates)
         layers = in_precision(layers, plan.precision, machine)
         self.layers, self.plan, self.machine = layers, plan, machine
-        if profile is None:
-            profile = measure(layers, machine, optimizer, microbatch_sizes=sizes_to_measure(plan, layers))
-        if plan.device_updates and not profile.optimizer_state_bytes and measured_state_bytes(layers, optimizer):
-            raise HarmonyError(
-                "the plan updates packs on devices, where this optimizer's state needs room, but the profile was made "
-                "without an optimizer: profile with it, harmony_lab.profile(layers, machine, optimizer)"
-            )
-        self.profile = profile
-        self._optimizer, self._seed, self._max_grad_norm = optimizer, seed, max_grad_norm
+        profile = self.profile = self._costs(profile)
         self._waiting = {"all_gradients": max_grad_norm is not None, "all_losses": stop_on_nan}
-        self._hooks = StepHooks()
-        self._programs: dict[Plan, Program] = {}
-        self._forecasts: dict[int, Forecast] = {}
-        self._lowered(plan.minibatch_size)  # a plan that cannot run is refused before the parameters are touched
+        self._schedules = Schedules(
+            plan, layers, optimizer, profile, machine, waiting=self._waiting, kept_bytes=lambda: self._runner.kept_bytes
+        )
+        lower_as = self._schedules.lower_as
+        lower_as[Role.ALONE](plan.minibatch_size)  # a plan that cannot run is refused before parameters are touched
         if max_grad_norm is not None:
-            waits = waiting_for_gradients(plan, self.predicted.makespan_s, given, profile, machine)
-            self.notes = (
-                f"gradients are clipped by their norm, which is known when all of them are: {waits}",
-                *self.notes,
-            )
-        self._require_memory(accumulate=accumulate)
+            self._note_waiting(given, accumulate)
+        self._schedules.require_memory(accumulate=accumulate)
         prepare(layers, machine, sizes_to_run(plan))
         self._runner = Runner(
             layers,
             optimizer,
             machine,
-            self._lowered,
+            lower_as[Role.ALONE],
+            lower_as=lower_as,
             seed=seed,
             first_step=first_step,
             chaos_seed=chaos_seed,
             max_grad_norm=max_grad_norm,
             stop_on_nan=stop_on_nan,
             evaluation=self._evaluation,
-            lower_for_several=self._lowered_for_several,
-            lower_leaving=self._lowered_leaving if plan.overlapped_update else None,
         )
         self.notes += suggestions(optimizer)
 
     def step(self, batch: Any, *, leave_updates: bool = False) -> float:
         """One iteration on a minibatch as the model takes it: forward, backward, update.  Returns the minibatch's loss.
 
-        ``leave_updates``: under a plan with ``update=next`` the updates are left to the next step, which makes them
-        beside its forward, so that devices need not wait.  Until then, or until ``finish``, parameters and the
-        optimizer's state are those before this step: look at neither, and change neither, in between.  A learning rate
-        scheduler may go on.  A step that fails or is cancelled makes the updates that were left to it all the same.
+        ``leave_updates``: under a plan with ``update=next`` the updates are left to the next step, of one minibatch or
+        several, which makes them beside its (first) forward, so that devices need not wait.  Until then, or until
+        ``finish``, parameters and the optimizer's state are those before this step: look at neither, and change
+        neither, in between.  A learning rate scheduler may go on.  A step that fails or is cancelled makes the updates
+        that were left to it all the same.
 
         Raises ``TrainingError`` when something inside fails, saying which layers had been updated; the next step can be
         taken.
         """
-        leaves = leave_updates and not self._hooks  # which may look at the weights
-        return self._told([batch], lambda: self._runner.step(batch, leave_updates=leaves))
+        return self._take([batch], leave_updates)
 
     def finish(self) -> None:
         """Make the updates that the last step has left, if it has; ``evaluate``, ``verify`` and ``close`` do so too."""
         self._runner.finish()
 
-    def accumulate(self, batches: Sequence[Any]) -> float:
+    def accumulate(self, batches: Sequence[Any], *, leave_updates: bool = False) -> float:
         """One update from several minibatches, as if they were one: returns the loss of all their samples together.
 
         So each minibatch weighs as much as it counts: samples, or targets that are not ignored.  Where they count the
         same that is what plain PyTorch does with ``(loss / len(batches)).backward()`` for each; where they count
         different numbers of tokens, that would be a mean of means and this is the mean over all tokens.  Random masks
         are those of one minibatch of all samples.  Gradients are added up in host memory, once more their size.
+        ``leave_updates``: as for ``step``.
 
         Raises ``TrainingError`` like ``step``: buffers are then as they were before the first minibatch.
         """
@@ -179,8 +173,12 @@ class Trainer:
             raise HarmonyError("accumulate needs at least one minibatch, got an empty sequence")
         if self.plan.device_updates and len(batches) > 1:
             self._updating_on_host(self.plan, _SEVERAL)
-        self._require_memory(accumulate=len(batches))
-        return self._told(batches, lambda: self._runner.accumulate(batches))
+        try:
+            self._schedules.require_memory(accumulate=len(batches))
+        except HarmonyError:
+            self.finish()  # as where a step fails
+            raise
+        return self._take(batches, leave_updates)
 
     def on_step(self, callback: Callable[[StepRecord], None]) -> Callable[[], None]:
         """Call back after every step, on the thread that takes it; the function returned takes the callback away again.
@@ -189,10 +187,10 @@ class Trainer:
         """
         return self._hooks.add(callback)
 
-    def _told(self, batches: Sequence[Any], take: Callable[[], float]) -> float:
-        """Take a step; tell those who want to hear of it."""
+    def _take(self, batches: Sequence[Any], leave_updates: bool) -> float:
+        """Take a step; tell those who want to hear of it, and may look at the weights then."""
         begin_s = time.perf_counter()
-        loss = take()
+        loss = self._runner.accumulate(batches, leave_updates=leave_updates and not self._hooks)
         if self._hooks:
             record = StepRecord(
                 step=self.step_count,
@@ -250,7 +248,7 @@ class Trainer:
             optimizer=self._optimizer,
             plan=self.plan,
             machine=self.machine,
-            lower=self._lowered,
+            lower=self._schedules.lower_as[Role.ALONE],
             seed=self._seed,
             first_step=self.step_count,
             max_grad_norm=self._max_grad_norm,
@@ -261,8 +259,7 @@ class Trainer:
 
     def forecast(self, *, accumulate: int = 1) -> Forecast:
         """What training takes of the devices' and the host's memory.  ``accumulate``: minibatches per update."""
-        program = (self._lowered_for_several if accumulate > 1 else self._as_planned)(self.plan.minibatch_size)
-        return forecast(program, self.layers, self._optimizer, self.profile, self.machine, accumulate=accumulate)
+        return self._schedules.forecast(accumulate=accumulate)
 
     @property
     def step_count(self) -> int:
@@ -271,7 +268,7 @@ class Trainer:
 
     @property
     def last_trace(self) -> Trace | None:
-        """What was measured in the last step, of several minibatches in the last of them, or evaluation."""
+        """What was measured in the last step, of several minibatches in the one with updates, or evaluation."""
         return self._runner.last_trace
 
     @property
@@ -288,8 +285,11 @@ class Trainer:
     @property
     def predicted(self) -> Trace:
         """What the simulator says of the plan, to set beside ``last_trace``; under ``update=next`` of a step that makes
-        the updates of another and leaves its own."""
-        return run(self._as_planned(self.plan.minibatch_size), self.profile, self.machine)
+        the updates of another and leaves its own.
+
+        Of one minibatch: where several make an update, the others only add their gradients up, which takes less.
+        """
+        return run(self._schedules.as_planned(), self.profile, self.machine)
 
     def close(self) -> None:
         """End all threads, free the devices, give the parameters their own storage; safe to call twice."""
@@ -306,6 +306,40 @@ class Trainer:
     ) -> None:
         self.close()
 
+    def _plans(self, plan: Plan, accumulate: int, overlap_updates: bool) -> tuple[Plan, Plan]:
+        """The plan as it would be if gradients were not clipped, and as it is."""
+        from harmony_lab.runtime.optimizer import only_on_host
+
+        given = plan_as(Role.LAST, plan) if accumulate > 1 else plan
+        if self._max_grad_norm is not None:
+            plan = deferred(plan, self._max_grad_norm, overlap_updates)
+        if plan.device_updates and accumulate > 1:
+            plan = self._updating_on_host(plan, _SEVERAL)
+        if plan.device_updates and (reason := only_on_host(self._optimizer)):
+            plan = self._updating_on_host(plan, reason)
+        return given, plan
+
+    def _costs(self, profile: Profile | None) -> Profile:
+        """Measured where none is given."""
+        from harmony_lab.profiler.measure import profile as measure
+
+        layers, optimizer, plan = self.layers, self._optimizer, self.plan
+        if profile is None:
+            profile = measure(layers, self.machine, optimizer, microbatch_sizes=sizes_to_measure(plan, layers))
+        if plan.device_updates and not profile.optimizer_state_bytes and measured_state_bytes(layers, optimizer):
+            raise HarmonyError(
+                "the plan updates packs on devices, where this optimizer's state needs room, but the profile was made "
+                "without an optimizer: profile with it, harmony_lab.profile(layers, machine, optimizer)"
+            )
+        return profile
+
+    def _note_waiting(self, given: Plan, accumulate: int) -> None:
+        """``given``: the plan as it would be if gradients were not clipped."""
+        makespan_s = self.predicted.makespan_s
+        waits = waiting_for_gradients(self.plan, makespan_s, given, self.profile, self.machine, accumulate)
+        clipped = f"gradients are clipped by their norm, which is known when all of them are: {waits}"
+        self.notes = (clipped, *self.notes)
+
     def _updating_on_host(self, plan: Plan, reason: str) -> Plan:
         """The plan without updates on devices, which is told once."""
         note = f"{reason}: packs that the plan updates on devices are updated on the host"
@@ -313,57 +347,6 @@ class Trainer:
             self.notes += (note,)
             _log.warning(note)
         return plan.with_(device_updates=())
-
-    def _require_memory(self, *, accumulate: int) -> None:
-        several = min(accumulate, 2)  # gradients are added up in the same place however many there are
-        if several not in self._forecasts:
-            expected = self.forecast(accumulate=several)
-            expected.require()
-            self._forecasts[several] = expected
-
-    def _require_room(self, program: Program, layers: LayerSequence, *, accumulate: int = 1) -> None:
-        """For a minibatch that is larger than the plan's."""
-        if program.minibatch_size > self.plan.minibatch_size:
-            found = forecast(program, layers, self._optimizer, self.profile, self.machine, accumulate=accumulate)
-            replace(found, present_bytes=found.present_bytes + self._runner.kept_bytes).require()
-
-    def _lowered(self, minibatch_size: int) -> Program:
-        """With a step's own updates."""
-        program = self._program_of(self._plan_for(minibatch_size).with_(overlapped_update=False))
-        self._require_room(program, self.layers)
-        return program
-
-    def _lowered_leaving(self, minibatch_size: int) -> Program:
-        """With the updates of the step before."""
-        program = self._program_of(self._plan_for(minibatch_size))
-        self._require_room(program, self.layers)
-        return program
-
-    def _as_planned(self, minibatch_size: int) -> Program:
-        return (self._lowered_leaving if self.plan.overlapped_update else self._lowered)(minibatch_size)
-
-    def _lowered_for_several(self, minibatch_size: int) -> Program:
-        """Where a minibatch makes one update with others."""
-        program = self._program_of(self._plan_for(minibatch_size).with_(device_updates=(), overlapped_update=False))
-        self._require_room(program, self.layers, accumulate=2)
-        return program
-
-    def _program_of(self, plan: Plan) -> Program:
-        from harmony_lab.runtime.buffers import check_buffers
-        from harmony_lab.runtime.ordering import updating_after
-
-        program = self._programs.get(plan)
-        if program is None:
-            program = lower(plan, self.profile, self.machine)
-            if not plan.overlapped_update:
-                program = updating_after(program, **self._waiting)
-            check(program)
-            check_buffers(program, self.layers)
-            self._programs[plan] = program
-        return program
-
-    def _plan_for(self, minibatch_size: int) -> Plan:
-        return self.plan if minibatch_size == self.plan.minibatch_size else self.plan.for_minibatch(minibatch_size)
 
     def _evaluation(self) -> "Evaluation":
         """The layers of eval mode, and how minibatches run through them."""
@@ -381,7 +364,7 @@ class Trainer:
             whole = minibatch_size == plan.minibatch_size
             lowered = lower_forward(plan if whole else plan.for_minibatch(minibatch_size), costs, self.machine)
             check(lowered)
-            self._require_room(lowered, layers)
+            self._schedules.require_room(lowered, layers)
             return lowered
 
         return Evaluation(layers, program)

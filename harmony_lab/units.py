@@ -1,4 +1,4 @@
-"""How quantities are read and written: bytes, seconds, rates.  All formatting lives here."""
+"""How quantities are read and written: bytes, seconds, rates, shares.  All formatting lives here."""
 
 import re
 
@@ -6,6 +6,7 @@ from harmony_lab.errors import QuantityError
 
 __all__ = [
     "format_bytes",
+    "format_change",
     "format_count",
     "format_rate",
     "format_seconds",
@@ -20,6 +21,7 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.
 _PER_SECOND = re.compile(r"\s*(/|p)s\s*$", re.IGNORECASE)
 _NUMBER = re.compile(r"\s*[0-9]*\.?[0-9]+(?:e[0-9]+)?\s*", re.IGNORECASE)
 _SLOWEST = 1e6  # bytes per second: no link is slower
+_UNCHANGED = 5e-4  # shares that would read 0.0%
 _BITS = re.compile(r"[kKmMgGtT]i?b$|[bB]its?$")  # a lower-case b
 
 
@@ -82,15 +84,20 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_spread(share: float | None) -> str:
-    """``"3 %"``, ``"0.4 %"``: how far repeated measurements were apart; nothing where there was one only.
+    """``"3%"``, ``"0.4%"``: how far repeated measurements were apart; nothing where there was one only.
 
-    ``"over 100 %"`` where that is all that is worth knowing: one of them was disturbed.
+    ``"over 100%"`` where that is all that is worth knowing: one of them was disturbed.
     """
     if share is None:
         return ""
     if share > 1:
-        return "over 100 %"
-    return f"{100 * share:.0f} %" if share >= 0.00995 else f"{100 * share:.1f} %"
+        return "over 100%"
+    return f"{share:.0%}" if share >= 0.00995 else f"{share:.1%}"
+
+
+def format_change(share: float) -> str:
+    """``"+4.1%"``, ``"−4.1%"``, ``"±0%"``: by how much something is more or less than it was."""
+    return "±0%" if abs(share) < _UNCHANGED else f"{share:+.1%}".replace("-", "−")
 
 
 def format_count(count: float) -> str:

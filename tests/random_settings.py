@@ -7,6 +7,7 @@ from typing import NamedTuple
 import toy_profiles as toys
 
 from harmony_lab.costs import Cost, LayerCost, Profile, SharedParameter
+from harmony_lab.emulation import Emulation
 from harmony_lab.errors import PlanDoesNotFitError
 from harmony_lab.layers import TensorSpec
 from harmony_lab.machine import Backend, Bridge, Device, Host, Link, Machine
@@ -112,6 +113,19 @@ def _costs(rng: random.Random) -> tuple[Cost, ...]:
             backward_peak_bytes=(saved + 2 * workspace) * size,
         )
         for size in toys.SIZES
+    )
+
+
+def random_emulation(rng: random.Random) -> Emulation | None:
+    """None, or about as much as the work itself, of each part."""
+    if rng.random() < 0.3:
+        return None
+    return Emulation(
+        compute_s=rng.choice((0.0, rng.uniform(0, 0.02))),
+        transfer_s=rng.choice((0.0, rng.uniform(0, 0.01))),
+        waking_s=rng.choice((0.0, rng.uniform(0, 0.01))),
+        copied_bytes_per_s=10 ** rng.uniform(5, 9),
+        kernels_slowed=rng.uniform(1, 3),
     )
 
 

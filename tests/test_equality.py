@@ -201,6 +201,22 @@ def test_a_trainer_profiles_for_itself_what_its_plan_and_smaller_minibatches_run
         case.model.load_state_dict(start)
 
 
+@pytest.mark.parametrize("case", ["dropout"], indirect=True)
+def test_a_plan_whose_devices_have_less_than_a_microbatch_each_runs_and_evaluates_larger_minibatches(
+    case: Case,
+) -> None:
+    start = copy.deepcopy(case.model.state_dict())
+    plan = _plan(case, "dp", 2, 3, 3).with_(minibatch_size=4)
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
+    try:
+        with Trainer(case.layers, optimizer, plan, _machine(2)) as trainer:
+            for count in (plan.minibatch_size, 6):
+                assert trainer.step(case.batch(count, seed=count)) > 0
+                assert trainer.evaluate(case.batch(count, seed=count)) > 0
+    finally:
+        case.model.load_state_dict(start)
+
+
 @pytest.mark.parametrize("case", ["modules"], indirect=True)
 @pytest.mark.parametrize("mode", ["pp", "dp"])
 def test_modules_run_without_a_graph_train_on_several_devices_at_once(case: Case, mode: str) -> None:

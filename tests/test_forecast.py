@@ -88,19 +88,22 @@ def test_every_gradient_is_forecast_where_updates_wait_for_all() -> None:
     assert deferred.optimizer_state_bytes == 0
 
 
-def test_gradients_are_held_once_where_some_steps_leave_their_updates_and_others_do_not() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_are_held_once_where_some_steps_leave_their_updates_and_others_do_not(count: int) -> None:
     model, layers = wide()
     optimizer = torch.optim.AdamW(model.parameters())
     reference = copy.deepcopy(model)
     plain = torch.optim.AdamW(reference.parameters())
     with Trainer(layers, optimizer, f"{PLANS['pp']} update=next", machine(), max_grad_norm=1.0) as trainer:
-        expected = trainer.forecast()
+        expected = trainer.forecast(accumulate=count)
         allowed = expected.host_bytes - expected.update_bytes - expected.emulated_bytes
-        for seed, leaves in enumerate((True, True, False, False, True, False)):
-            loss = trainer.step(batch(seed), leave_updates=leaves)
+        for step, leaves in enumerate((True, True, False, False, True, False)):
+            minibatches = [batch(count * step + number) for number in range(count)]
+            loss = trainer.accumulate(minibatches, leave_updates=leaves)
             assert trainer.host_bytes <= 1.01 * allowed
             plain.zero_grad()
-            in_plain = nn.functional.mse_loss(reference(batch(seed)[0]), batch(seed)[1])
+            inputs, targets = (torch.cat(parts) for parts in zip(*minibatches, strict=True))
+            in_plain = nn.functional.mse_loss(reference(inputs), targets)
             in_plain.backward()
             nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
             plain.step()

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -295,7 +296,7 @@ def test_report_is_one_page_that_loads_nothing(lab: Lab, tmp_path: Path) -> None
 # -- one launch after another -------------------------------------------------------------------------------------
 
 
-def dropout_lab(*, lr: float) -> Lab:
+def dropout_lab(*, lr: float, first_step: int = 0) -> Lab:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 5))
     return Lab(
@@ -305,7 +306,20 @@ def dropout_lab(*, lr: float) -> Lab:
         loss_fn=cross_entropy,
         minibatch_size=MINIBATCH,
         machine=Machine.emulated(1),
+        first_step=first_step,
     )
+
+
+def test_a_lab_that_goes_on_draws_the_masks_that_would_have_come() -> None:
+    with dropout_lab(lr=0.0) as whole, dropout_lab(lr=0.0, first_step=2) as later:
+        losses = whole.launch(batches(1), 4).wait(120).losses
+        assert later.launch(batches(1), 2).wait(120).losses == losses[2:]
+        assert len(set(losses)) == later.steps_trained == 4
+
+
+def test_steps_before_are_counted_from_none() -> None:
+    with pytest.raises(HarmonyError, match="first_step must be a whole number of at least 0, got -1"):
+        dropout_lab(lr=0.0, first_step=-1)
 
 
 def test_a_second_launch_draws_other_masks() -> None:
@@ -422,6 +436,12 @@ def assert_as_plain(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(trained, expected, equal_nan=True)
 
 
+def test_a_model_in_eval_mode_is_pointed_out_where_the_user_gave_it() -> None:
+    with pytest.warns(UserWarning, match="is in eval mode") as warned:
+        small_lab(small_model().eval()).close()
+    assert [warning.filename for warning in warned] == [__file__]
+
+
 def test_a_loss_that_is_not_a_number_trains_on_as_in_plain_pytorch() -> None:
     model = small_model()
     data = [*batches(1), (torch.full((MINIBATCH, 8), torch.nan), batches(1)[0][1]), *batches(1)]
@@ -431,6 +451,28 @@ def test_a_loss_that_is_not_a_number_trains_on_as_in_plain_pytorch() -> None:
     assert [loss == loss for loss in run.losses] == [True, False, False]
     assert run.notes == ("the loss became nan in step 2; weights from there on may be of no use",)
     assert_as_plain(model, plain_training(data))
+
+
+def test_one_batch_in_place_of_several_is_trained_on_again_and_again(lab: Lab) -> None:
+    one = batches(1)[0]
+    run = lab.launch(one, 3).wait(120)
+    assert_as_plain(lab.layers.model, plain_training([one] * 3))
+    assert len(run.losses) == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (batches(1)[0][0], "the batch is a Tensor, expected a sequence of 2"),
+        ((batches(1)[0][0].double(), batches(1)[0][1]), r"all as one: .* is torch.float64, expected torch.float32"),
+        ([(1, 2)], r"the batch\[0\] is a int, expected a tensor"),
+        (7, "the batch is a int"),
+    ],
+)
+def test_what_holds_no_batch_is_refused_before_anything_is_made_ready(lab: Lab, data: Any, message: str) -> None:
+    with pytest.raises(HarmonyError, match=f"or one were expected.*{message}"):
+        lab.launch(data, 3)
+    assert lab.run is None
 
 
 def test_data_that_fails_leaves_the_weights_of_the_step_before() -> None:

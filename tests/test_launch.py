@@ -93,7 +93,11 @@ def test_a_paused_run_has_the_weights_of_the_steps_it_counts(lab: Lab) -> None:
 
 @pytest.mark.parametrize(
     ("options", "when"),
-    [({}, "updates come beside the next iteration's forward"), ({"on_step": print}, "updates come at the end")],
+    [
+        ({}, "updates come beside the next iteration's forward"),
+        ({"accumulate": 2}, "updates come beside the next iteration's forward"),
+        ({"on_step": print}, "updates come at the end"),
+    ],
 )
 def test_a_clipped_run_says_when_updates_come_and_its_traces_can_be_compared(
     lab: Lab, options: dict[str, Any], when: str

@@ -62,7 +62,7 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
     ("part", "message"),
     [
         ("update=maybe", "update= is jit, end or next, got 'maybe'"),
-        ("minibatch=x", "takes whole numbers"),
+        ("minibatch=x", "minibatch= takes a whole number, got .x."),
         ("mirored", "'mirored' is unknown"),
         ("peers=off", "peers= is unknown"),
     ],

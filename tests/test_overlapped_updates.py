@@ -3,7 +3,7 @@
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,10 @@ from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.measure import profile
 from harmony_lab.program import OpKind
 from harmony_lab.run import Run
+from harmony_lab.runtime.host import HostStore
+from harmony_lab.runtime.shadows import Shadows
 from harmony_lab.runtime.workers import Workers
+from harmony_lab.schedules import Schedules
 from harmony_lab.step_record import StepRecord
 from harmony_lab.trainer import Trainer
 
@@ -29,6 +32,7 @@ PLANS = {
     "dp through the host": "dp minibatch=8 forward=2[0:1,1:3] backward=2[0:2,2:3,3:4] devices=0,1 peer=off update=next",
     "pp": "pp minibatch=8 forward=2[0:1,1:2] backward=2[0:2,2:4] devices=0,1 update=next",
 }
+NUM_MINIBATCHES = (1, 2, 1, 3, 2)  # of steps that follow each other
 Batch = tuple[Tensor, Tensor]
 PROFILES: dict[object, Profile] = {}
 
@@ -54,9 +58,26 @@ class Linears(nn.Sequential):
         super().__init__(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 6))
 
 
+class Frozen(Linears):
+    def __init__(self) -> None:
+        super().__init__()
+        self[1].requires_grad_(False)
+
+
 def batches(count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     return [tuple(torch.randn(2, 8, 6, generator=generator).unbind()) for _ in range(count)]
+
+
+def steps() -> list[list[Batch]]:
+    """The minibatches of each step."""
+    remaining = iter(batches(sum(NUM_MINIBATCHES)))
+    return [list(itertools.islice(remaining, count)) for count in NUM_MINIBATCHES]
+
+
+def joined(minibatches: list[Batch]) -> Batch:
+    inputs, targets = (torch.cat(parts) for parts in zip(*minibatches, strict=True))
+    return inputs, targets
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -104,13 +125,12 @@ def plain(model: nn.Module, data: list[Batch], limit: float) -> tuple[list[Tenso
 @pytest.mark.parametrize("chaos_seed", [None, 1])
 def test_clipped_training_with_a_scheduler_is_that_of_plain_pytorch(plan: str, chaos_seed: int | None) -> None:
     model, optimizer, trainer = made(Linears, PLANS[plan], max_grad_norm=0.2, chaos_seed=chaos_seed)
-    data = batches(5)
-    expected, norms = plain(copy.deepcopy(model), data, 0.2)
+    expected, norms = plain(copy.deepcopy(model), [joined(minibatches) for minibatches in steps()], 0.2)
     assert max(norms) > 0.2
     with trainer:
         scheduler = decaying(optimizer)
-        for batch, norm in zip(data, norms, strict=True):
-            trainer.step(batch, leave_updates=True)
+        for minibatches, norm in zip(steps(), norms, strict=True):
+            trainer.accumulate(minibatches, leave_updates=True)
             scheduler.step()
             assert trainer.last_norm == pytest.approx(norm, rel=1e-4)
         trainer.finish()
@@ -127,13 +147,12 @@ def test_leaving_updates_changes_no_bit_of_tied_parameters_statistics_and_state(
     found = []
     for leaves in (False, True):
         model, optimizer, trainer = made(
-            Tied, f"{PLANS['pp']} precision={precision}", max_grad_norm=0.2, chaos_seed=chaos_seed
+            Tied, f"{PLANS['pp']} precision={precision}", max_grad_norm=(0.2, None)[chaos_seed], chaos_seed=chaos_seed
         )
         with trainer:
-            for batch in batches(4):
-                trainer.step(batch, leave_updates=leaves)
+            losses = [trainer.accumulate(minibatches, leave_updates=leaves) for minibatches in steps()]
             assert trainer.plan.overlapped_update
-        found.append((model.state_dict(), optimizer.state_dict()["state"]))
+        found.append((losses, model.state_dict(), optimizer.state_dict()["state"]))
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
@@ -184,15 +203,91 @@ def test_a_step_that_fails_makes_the_updates_left_to_it_and_training_goes_on() -
         reference.assert_equal(model)
 
 
-def test_a_batch_that_is_refused_leaves_weights_current() -> None:
+@pytest.mark.parametrize("ends", [TrainingError, StepCancelledError, KeyboardInterrupt])
+def test_several_minibatches_that_end_half_way_make_the_updates_left_to_them_and_put_statistics_back(
+    ends: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = steps()[1:4]
+    broken = [second[0], (second[0][0], torch.full((8, 6), torch.nan))] if ends is TrainingError else [*second, *first]
+    run, found, cancels = Workers.run, [], iter([ends is StepCancelledError])
+
+    def interrupted(workers: Workers, *arguments: Any) -> None:
+        run(workers, *arguments)
+        raise KeyboardInterrupt  # when the first minibatch is done
+
+    def cancel_second() -> None:
+        if trainer.step_count == 1 and trainer.last_trace is not before and next(cancels, False):
+            assert trainer.cancel()
+
+    for disturbs in (False, True):
+        model, optimizer, trainer = made(
+            Tied, PLANS["pp"], max_grad_norm=0.2, stop_on_nan=True, before=cancel_second if disturbs else None
+        )
+        with trainer:
+            trainer.accumulate(first, leave_updates=disturbs)
+            before = trainer.last_trace
+            if disturbs:
+                monkeypatch.setattr(Workers, "run", interrupted if ends is KeyboardInterrupt else run)
+                with pytest.raises(ends):
+                    trainer.accumulate(broken, leave_updates=True)
+                monkeypatch.undo()
+            found.append((copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])))
+            assert trainer.step_count == 1
+            trainer.accumulate(third, leave_updates=disturbs)
+        found.append((model.state_dict(), optimizer.state_dict()["state"]))
+    torch.testing.assert_close(found[2:], found[:2], rtol=0, atol=0)
+
+
+def test_a_step_that_is_refused_or_cannot_begin_leaves_weights_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*arguments: Any) -> None:
+        raise MemoryError
+
+    def refuses(*arguments: Any, **options: Any) -> None:
+        raise HarmonyError("no room")
+
     model, _, trainer = made(Linears, PLANS["pp"], max_grad_norm=0.2)
-    reference, data = Reference(model), batches(1)
+    reference, data = Reference(model), batches(3)
     with trainer:
         trainer.step(data[0], leave_updates=True)
         reference.step(data[0])
         with pytest.raises(HarmonyError, match="does not fit"):
             trainer.step((torch.randn(8, 5), data[0][1]), leave_updates=True)
         reference.assert_equal(model)
+        trainer.step(data[1], leave_updates=True)
+        reference.step(data[1])
+        monkeypatch.setattr(Schedules, "require_memory", refuses)
+        with pytest.raises(HarmonyError, match="no room"):
+            trainer.accumulate(data, leave_updates=True)
+        reference.assert_equal(model)
+        trainer.step(data[2], leave_updates=True)
+        reference.step(data[2])
+        monkeypatch.setattr(HostStore, "reading", breaks)
+        with pytest.raises(MemoryError):
+            trainer.step(data[0], leave_updates=True)
+        reference.assert_equal(model)
+
+
+def test_an_update_that_fails_holds_up_no_pack_that_comes_in_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pack is frozen, so it waits for no update."""
+    packs = "forward=2[0:1,1:2] backward=2[0:1,1:2,2:4]"
+    _, optimizer, trainer = made(Frozen, f"pp minibatch=8 {packs} devices=0,1 precision=bf16 update=next")
+    step, wait_for, waits = optimizer.step, Shadows.wait_for, threading.Event()
+
+    def breaks() -> None:
+        assert waits.wait(60)
+        raise OSError("disk full")
+
+    def told(shadows: Shadows, names: Iterable[str]) -> None:
+        waits.set()  # by the second device, for its first pack
+        wait_for(shadows, names)
+
+    with trainer:
+        trainer.step(batches(1)[0], leave_updates=True)
+        monkeypatch.setattr(optimizer, "step", breaks)
+        monkeypatch.setattr(Shadows, "wait_for", told)
+        with pytest.raises(TrainingError, match="disk full"):
+            trainer.step(batches(1)[0], leave_updates=True)
+        monkeypatch.setattr(optimizer, "step", step)
 
 
 def test_an_update_that_fails_keeps_no_other_from_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +391,8 @@ def test_whoever_looks_at_weights_after_every_step_sees_those_of_that_step() -> 
         assert len(records) == 2
 
 
-def test_a_paused_run_has_made_all_updates() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_paused_run_has_made_all_updates(count: int) -> None:
     model, _, trainer = made(Linears, PLANS["pp"], max_grad_norm=0.2)
     reference, data = Reference(model), batches(4)
     third, go_on = threading.Event(), threading.Event()
@@ -309,14 +405,15 @@ def test_a_paused_run_has_made_all_updates() -> None:
                 go_on.wait(0.1)  # so that few steps are taken until it is paused
             yield data[number % len(data)]
 
-    run = Run(trainer, trainer.plan, loader(), 10_000, num_samples=lambda batch: len(batch[0]))
+    run = Run(trainer, trainer.plan, loader(), 10_000, num_samples=lambda batch: len(batch[0]), accumulate=count)
     run.start()
     assert third.wait(60)
     run.pause()
     go_on.set()
     weights = copy.deepcopy(model)
     for number in range(len(run.losses)):
-        reference.step(data[number % len(data)])
+        minibatches = [data[(number * count + part) % len(data)] for part in range(count)]
+        reference.step(joined(minibatches))
     run.stop()
     reference.assert_equal(weights)
     reference.assert_equal(model)

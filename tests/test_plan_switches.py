@@ -86,12 +86,37 @@ def test_everything_that_is_wrong_is_listed_at_once() -> None:
         ({"devices": 2}, r"devices must be whole numbers like \(0, 1\), got 2"),
         ({"device_stash": "2"}, "device_stash must be whole numbers"),
         ({"resident_packs": (0, 2)}, r"resident_packs must be packs like \(\(0, 2\), \(2, 5\)\), got \(0, 2\)"),
-        ({"recompute": False}, "'recompute' is no knob of a plan\n.* there are mode, .*kept_packs"),
+        (
+            {"recompute": False},
+            "'recompute' is no knob of a plan\n.* there are mode, .*kept_packs.*text .*peer=, update=",
+        ),
+        ({"update": "late"}, "update= is jit, end or next, got 'late'"),
+        ({"update": True}, "update= is jit, end or next, got True"),
+        ({"peer": "of"}, "peer= is on or off, got 'of'"),
+        ({"forward": "4"}, r"forward= takes a microbatch size and packs like 4\[0:3,3:6\], got '4'"),
+        ({"peer": "off", "peer_transfers": False}, "peer_transfers is given twice"),
     ],
 )
 def test_values_that_are_none_of_their_knob_are_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         MIRRORED.with_(**changes)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_knobs_may_be_turned_in_the_words_of_the_text(seed: int) -> None:
+    rng = random.Random(seed)
+    a, b = toys.random_plan(rng, 6), toys.random_plan(rng, 6)
+    mode, *words = str(b).split()
+    nothing_stays = {"resident": "", "kept": "", "stash": "", "optimizer": "", "mirrored": "off", "precision": "fp32"}
+    assert a.with_(mode=mode, **nothing_stays | dict(word.split("=") for word in words)) == b
+
+
+def test_a_word_for_one_knob_takes_its_value_too() -> None:
+    turned = MIRRORED.with_(peer=False, stash=(2,), resident=((0, 2),), minibatch=12)
+    assert turned == MIRRORED.with_(peer="off", stash="2", resident="0:2", minibatch="12")
+    assert not turned.peer_transfers
+    assert turned.device_stash == (2,)
 
 
 def test_a_difference_names_the_knobs_and_the_packs_that_are_not_the_same() -> None:

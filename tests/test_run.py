@@ -57,7 +57,7 @@ class CountingTrainer:
     def last_norm(self) -> float | None:
         return float(len(self.batches)) if self.norms else None
 
-    def accumulate(self, batches: Sequence[Any]) -> float:
+    def accumulate(self, batches: Sequence[Any], *, leave_updates: bool = False) -> float:
         self.groups.append(len(batches))
         return sum(self.step(batch) for batch in batches) / len(batches)
 
@@ -247,11 +247,6 @@ def test_empty_data_is_a_training_error() -> None:
         start(CountingTrainer(), [], 9).wait(30)
 
 
-def test_a_single_batch_is_refused_with_the_cure() -> None:
-    with pytest.raises(HarmonyError, match=r"pass \[batch\]"):
-        Run(CountingTrainer(), PLAN, {"input_ids": 1}, 3, num_samples=len)
-
-
 def test_a_failing_listener_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
     begin = threading.Event()
     run = start(CountingTrainer(lambda number: begin.wait(30) and None), ["aaaa"], 3)
@@ -396,14 +391,21 @@ def test_norms_are_not_made_up_where_nothing_is_clipped() -> None:
     assert run.grad_norms == ()
 
 
-def test_a_logging_hook_that_fails_is_noted_once_and_training_goes_on() -> None:
+def test_a_callback_that_fails_ends_the_run_with_its_error_and_a_whole_step() -> None:
     def fails(record: StepRecord) -> None:
-        raise ConnectionError("no server")
+        if record.step == 2:
+            raise ConnectionError("no server")
 
-    run = start(CountingTrainer(), ["aaaa"], 3, on_step=fails).wait(30)
-    assert run.status is RunStatus.FINISHED
-    assert len(run.losses) == 3
-    assert run.notes == ("on_step failed with ConnectionError: no server; training went on",)
+    trainer = CountingTrainer()
+    run = start(trainer, ["aaaa"], 9, on_step=fails)
+    with pytest.raises(
+        TrainingError, match=r"on_step failed after step 2 of 9, .*: ConnectionError: no server"
+    ) as caught:
+        run.wait(30)
+    assert run.status is RunStatus.FAILED
+    assert len(run.losses) == len(run.swap_bytes) == 2
+    assert trainer.closed == 1
+    assert 'raise ConnectionError("no server")' in caught.value.__notes__[0]
 
 
 def test_steps_of_several_minibatches_take_them_in_order() -> None:

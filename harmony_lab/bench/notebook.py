@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,16 @@ from harmony_lab.figures.timeline import timeline_spec
 from harmony_lab.lab import Lab
 from harmony_lab.trace import MemoryTimeline, Trace
 
-__all__ = ["bench_notebook", "gpt2_xl_lab", "repeated", "to_json"]
+__all__ = [
+    "PATIENCE_S",
+    "bench_notebook",
+    "gpt2_xl_lab",
+    "recording",
+    "repeated",
+    "saved_bytes",
+    "to_json",
+    "widgets_state",
+]
 
 _CONTEXT = 1024
 _MINIBATCH = 64
@@ -26,7 +35,7 @@ _MACHINE = "4x1080ti"
 _TABS = ("Links", "Swaps", "Candidates", "Compare")  # drawn anew with every plan, beside the one open at first
 _SPANS = 100_000
 _TRIES = 3
-_PATIENCE_S = 300.0
+PATIENCE_S = 300.0
 _MODEL_LAYERS, _WIDTH, _HEADS = 48, 1600, 25
 
 
@@ -64,10 +73,10 @@ def bench_notebook(
     lab.prepare()
     total = num_turns + 4
     progress(1, total, "planned")
-    others = set(_widgets_state())
-    with _recording() as sent:
+    others = set(widgets_state())
+    with recording() as sent:
         dashboard = Dashboard(lab, namespace=dict)
-        dashboard.settle_effects(_PATIENCE_S)
+        dashboard.settle_effects(PATIENCE_S)
         open_bytes = sent.num_bytes + len(packed_plotly())
         turns = []
         for number, (name, value) in enumerate(_turns(dashboard.knobs.controls, num_turns)):
@@ -75,7 +84,7 @@ def bench_notebook(
             progress(2 + number, total, name)
         by_tab = {tab: _turns_in(tab, dashboard, sent, num_turns_per_tab) for tab in _TABS}
         progress(num_turns + 2, total, "tabs")
-        saved_bytes = _saved_bytes(lab, dashboard.view, others)
+        num_saved = saved_bytes([(dashboard.view, lab)], others)
         dashboard.close()
     progress(num_turns + 3, total, "100,000 spans")
     assert lab.predicted is not None
@@ -86,7 +95,7 @@ def bench_notebook(
         "knob_ms_median": round(statistics.median(milliseconds), 1),
         "knob_ms_worst": round(max(*milliseconds, *by_tab.values()), 1),
         "knob_ms_by_tab": {tab: round(worst, 1) for tab, worst in by_tab.items()},
-        "saved_bytes": saved_bytes,
+        "saved_bytes": num_saved,
         "draw_100k_s": round(_draw_seconds(lab.predicted), 3),
         "num_ops": len(lab.predicted.program.ops),
     }
@@ -111,12 +120,12 @@ class _Sent:
     def add(self, data: Any, buffers: Any) -> None:
         sizes = [memoryview(buffer).nbytes for buffer in buffers or ()]
         self.num_bytes += len(json.dumps(data, default=str)) + sum(sizes)
-        if ["packed"] in (data or {}).get("buffer_paths", ()):
+        if (data or {}).get("content") == {"figure": True}:
             self.last_figure_s = time.perf_counter()
 
 
 @contextmanager
-def _recording() -> Iterator[_Sent]:
+def recording() -> Iterator[_Sent]:
     """Take the place of the kernel's connection: widgets made meanwhile tell what they would have sent."""
     import comm
     from comm.base_comm import BaseComm
@@ -168,10 +177,10 @@ def _turn(dashboard: Any, sent: _Sent, name: str, value: Any) -> tuple[float, in
     """(seconds until the figures were sent, bytes sent in all) for one change, as the page makes it."""
     before, begin = sent.num_bytes, time.perf_counter()
     dashboard.knobs.controls[name].value = value
-    assert dashboard.settle(_PATIENCE_S), f"{name}={value} took too long"
+    assert dashboard.settle(PATIENCE_S), f"{name}={value} took too long"
     settled_s = time.perf_counter()
     seconds = (sent.last_figure_s if sent.last_figure_s > begin else settled_s) - begin  # equal figures are not sent
-    dashboard.settle_effects(_PATIENCE_S)
+    dashboard.settle_effects(PATIENCE_S)
     return seconds, sent.num_bytes - before
 
 
@@ -179,19 +188,21 @@ def _turns_in(tab: str, dashboard: Any, sent: _Sent, count: int) -> float:
     """The most milliseconds that one of so many changes takes while that tab is open."""
     view = dashboard.pictures.view
     view.selected_index = view.titles.index(tab)
-    assert dashboard.settle(_PATIENCE_S), f"{tab} took too long"
+    assert dashboard.settle(PATIENCE_S), f"{tab} took too long"
     turns = [_turn(dashboard, sent, name, value) for name, value in _turns(dashboard.knobs.controls, count)]
     return max(seconds for seconds, _ in turns) * 1e3
 
 
-def _saved_bytes(lab: Lab, view: Any, others: set[str]) -> int:
-    """Of a notebook with this dashboard as its one output: widgets, their state, and the static form."""
-    outputs = [view._repr_mimebundle_(), {"text/html": lab._repr_html_(), "text/plain": repr(lab)}]
-    state = {name: value for name, value in _widgets_state().items() if name not in others}
+def saved_bytes(shown: Sequence[tuple[Any, Any]], others: set[str]) -> int:
+    """Of a notebook that shows these: (view, what it is of); widgets, their state but of ``others``, static forms."""
+    outputs = []
+    for view, value in shown:
+        outputs += [view._repr_mimebundle_(), {"text/html": value._repr_html_(), "text/plain": repr(value)}]
+    state = {name: value for name, value in widgets_state().items() if name not in others}
     return len(json.dumps({"outputs": outputs, "metadata": state}, default=str))
 
 
-def _widgets_state() -> dict[str, Any]:
+def widgets_state() -> dict[str, Any]:
     """Of all widgets that are open, by name."""
     from ipywidgets import Widget
 

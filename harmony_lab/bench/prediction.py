@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from harmony_lab.bench.decoder import Shape
 from harmony_lab.bench.training import Subject, emulated, layerwise_plan, trainer
 from harmony_lab.costs import Profile
-from harmony_lab.machine import HOST
+from harmony_lab.machine import HOST, Machine
 from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.trace import Trace
@@ -23,6 +24,7 @@ _MINIBATCH, _MICROBATCH = 16, 4
 _NUM_DEVICES = 2
 _WARM_UP = 2
 _BUSY = 0.1  # of a step
+_VIRTUAL = "virtual_"
 SHAPES = (
     Shape(name="decoder 2 x 384", num_blocks=2, width=384, num_heads=4, length=64),
     Shape(name="decoder 3 x 448", num_blocks=3, width=448, num_heads=4, length=64),
@@ -43,7 +45,8 @@ def bench_prediction(
     ``steps`` steps a row: what a row says is of the round whose measured step, over the predicted, is the median.
 
     Errors are |measured / predicted - 1| of a step, measured the median of its round; ``*_stream_error`` the same of
-    how long a stream is busy, for those that should be during a tenth of the step or more.
+    how long a stream is busy, for those that should be during a tenth of the step or more.  ``virtual_*``: the same of
+    steps in virtual time (``Machine.virtual_time``), with the round in the middle for these.
     """
     found: list[list[dict[str, Any]]] = []
     total = rounds * len(shapes) * len(LINKS) * len(Mode)
@@ -57,31 +60,50 @@ def bench_prediction(
                 rows.append(_row(subject, plan, link, costs, steps))
                 progress(sum(len(several) for several in found + of_shape), total, f"{shape.name}, {plan.mode}")
         found += of_shape
-    rows = [_typical(several) for several in found]
-    errors = [row["error"] for row in rows]
-    of_streams = [error for row in rows for error in _stream_errors(row)]
+    rows = [{**_typical(several), **_virtual(_typical(several, _VIRTUAL))} for several in found]
+    return {**_errors(rows), **_errors(rows, _VIRTUAL), "rows": rows}
+
+
+def _virtual(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name.startswith(_VIRTUAL)}
+
+
+def _errors(rows: list[dict[str, Any]], clock: str = "") -> dict[str, float]:
+    errors = [row[f"{clock}error"] for row in rows]
+    of_streams = [error for row in rows for error in _stream_errors(row, clock)]
     return {
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
-        "median_stream_error": statistics.median(of_streams),
-        "worst_stream_error": max(of_streams),
-        "rows": rows,
+        f"{clock}median_error": statistics.median(errors),
+        f"{clock}worst_error": max(errors),
+        f"{clock}median_stream_error": statistics.median(of_streams),
+        f"{clock}worst_stream_error": max(of_streams),
     }
 
 
-def _typical(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _typical(rows: list[dict[str, Any]], clock: str = "") -> dict[str, Any]:
     """That with the median of measured over predicted, of an even number the lower one of the two."""
-    ratios = [row["measured_s"] / row["predicted_s"] for row in rows]
+    ratios = [row[f"{clock}measured_s"] / row[f"{clock}predicted_s"] for row in rows]
     return rows[ratios.index(statistics.median_low(ratios))]
 
 
-def _stream_errors(row: dict[str, Any]) -> list[float]:
-    busy = [stream for stream in row["streams"].values() if stream["predicted_s"] >= _BUSY * row["predicted_s"]]
+def _stream_errors(row: dict[str, Any], clock: str = "") -> list[float]:
+    least_s = _BUSY * row[f"{clock}predicted_s"]
+    busy = [stream for stream in row[f"{clock}streams"].values() if stream["predicted_s"] >= least_s]
     return [abs(stream["measured_s"] / stream["predicted_s"] - 1) for stream in busy]
 
 
 def _row(subject: Subject, plan: Plan, link: float, costs: Profile, steps: int) -> dict[str, Any]:
     machine = emulated(_NUM_DEVICES, link=link)
+    virtual = _compared(subject, plan, replace(machine, virtual_time=True), costs, steps)
+    return {
+        "model": subject.shape.name,
+        "plan": str(plan),
+        "link_bytes_per_s": link,
+        **_compared(subject, plan, machine, costs, steps),
+        **{f"{_VIRTUAL}{name}": virtual[name] for name in ("predicted_s", "measured_s", "error", "streams")},
+    }
+
+
+def _compared(subject: Subject, plan: Plan, machine: Machine, costs: Profile, steps: int) -> dict[str, Any]:
     with trainer(subject, plan, machine, costs) as training:
         predicted = training.predicted
         traces = []
@@ -92,9 +114,6 @@ def _row(subject: Subject, plan: Plan, link: float, costs: Profile, steps: int) 
     measured = traces[_WARM_UP:]
     measured_s = statistics.median(trace.makespan_s for trace in measured)
     return {
-        "model": subject.shape.name,
-        "plan": str(plan),
-        "link_bytes_per_s": link,
         "predicted_s": predicted.makespan_s,
         "measured_s": measured_s,
         "error": abs(measured_s / predicted.makespan_s - 1),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harmony_lab.bench import chaos
+from harmony_lab.bench.resuming import resume_step_ratio
 from harmony_lab.bench.scaling import speedup_of_two_processes
 from harmony_lab.bench.training import (
     SHAPES,
@@ -54,9 +55,10 @@ def bench_runtime(
     1.8.  ``overlap_ratio_busier_way``: where those in, or those out, whichever are more, take that long by themselves.
     That is an average: forward computes for a fifth of the time but needs two fifths of what comes in, so that links
     bind it.  ``overlap_ratio_every_phase``: where those in take at most 0.8 times as long as computing in forward and
-    in backward each.  ``predicted_overlap_*`` says what the schedule allows.  ``chaos_*``: see ``bench.chaos``.
+    in backward each.  ``predicted_overlap_*`` says what the schedule allows.  ``resume_step_ratio``: of training that
+    was resumed from a file over training that went on, the largest model.  ``chaos_*``: see ``bench.chaos``.
     """
-    total = len(shapes) + 5
+    total = len(shapes) + 6
     overheads = {}
     for number, shape in enumerate(shapes):
         overheads[shape.name] = _overhead(Subject(shape, _MINIBATCH, _MICROBATCH), rounds)
@@ -75,7 +77,9 @@ def bench_runtime(
     found["speedup_two_processes"] = speedup_of_two_processes(*work, rounds)
     progress(len(shapes) + 3, total, "two processes")
     found |= _overlap(largest, rounds)
-    progress(total - 1, total, "overlap")
+    progress(total - 2, total, "overlap")
+    found["resume_step_ratio"] = resume_step_ratio(shapes[-1], _MINIBATCH, _MICROBATCH, rounds)
+    progress(total - 1, total, "resuming")
     failed = chaos.failures(chaos_plans, lambda done, plans, text: progress(total - 1, total, f"chaos {done}/{plans}"))
     found |= {"chaos_plans": chaos_plans, "chaos_failures": len(failed), "chaos_failed": failed}
     progress(total, total, "done")

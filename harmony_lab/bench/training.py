@@ -19,7 +19,17 @@ from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.measure import profile
 from harmony_lab.trainer import Trainer
 
-__all__ = ["SHAPES", "Subject", "alternating", "emulated", "layerwise_plan", "plain_step", "threads", "trainer"]
+__all__ = [
+    "SHAPES",
+    "Subject",
+    "adamw",
+    "alternating",
+    "emulated",
+    "layerwise_plan",
+    "plain_step",
+    "threads",
+    "trainer",
+]
 
 SHAPES = (
     Shape(name="decoder 2 x 128", num_blocks=2, width=128, num_heads=4, length=64),

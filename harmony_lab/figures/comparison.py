@@ -16,7 +16,7 @@ from harmony_lab.figures.timeline import timelines_spec
 from harmony_lab.machine import HOST
 from harmony_lab.program import TensorKind
 from harmony_lab.trace import Trace
-from harmony_lab.units import format_bytes, format_seconds
+from harmony_lab.units import format_bytes, format_change, format_seconds
 
 if TYPE_CHECKING:
     import pandas
@@ -87,15 +87,16 @@ class Comparison:
 
 
 def change(value: float, before: float, *, more_is_worse: bool = True) -> tuple[str, bool | None]:
-    """``("+4.1 %", True)``: by how much a value differs from the one before, and whether that is worse."""
+    """``("+4.1%", True)``: by how much a value differs from the one before, and whether that is worse."""
     if not before:
         return ("", None) if not value else ("from nothing", more_is_worse)
     share = value / before - 1
-    if abs(share) < 5e-4:
-        return "±0 %", None
+    words = format_change(share)
+    if words == format_change(0):
+        return words, None
     if share >= _TIMES_FROM:
         return f"× {value / before:,.0f}", more_is_worse
-    return f"{share:+.1%}".replace("%", " %").replace("-", "−"), (share > 0) is more_is_worse
+    return words, (share > 0) is more_is_worse
 
 
 def comparison_rows(a: Side, b: Side) -> list[Row]:

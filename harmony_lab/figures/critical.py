@@ -29,7 +29,7 @@ class CriticalPath(NamedTuple):
     waiting_s: float
 
     def words(self) -> str:
-        """``"backward 52 %, swap in 20 %, waiting 3 %"``, the largest shares first."""
+        """``"backward 52%, swap in 20%, waiting 3%"``, the largest shares first."""
         total = sum(self.seconds.values()) + self.waiting_s
         parts = sorted(((s, label(kind)) for kind, s in self.seconds.items()), reverse=True)[:_SHOWN_KINDS]
         parts.append((self.waiting_s, "waiting"))

@@ -14,7 +14,7 @@ Spec = dict[str, Any]
 
 
 ZOOMED: Final = {"zoomed": True}
-"""A layout's ``meta`` where the dashboard zooms the figure's time with that of others beside it (``plot.js``)."""
+"""A layout's ``meta`` where the dashboard zooms the figure's time with that of others beside it (``drawing.js``)."""
 
 
 def time_range(longest_s: float, unit_s: float) -> list[float]:

@@ -98,7 +98,7 @@ class AtRest:
         def weigh() -> None:
             lab, trace = self._lab, plan.preview.trace
             if lab.optimizer is not None:
-                expected = forecast_on(lab.machine, trace, lab.layers, lab.optimizer, profile)
+                expected = forecast_on(lab.machine, plan.preview, lab.layers, lab.optimizer, profile)
                 self._launcher.expect(trace.makespan_s, expected)
             for effect in effects(plan, reference, base, profile, lab.preview, wanted, lab.has_profile):
                 self._knobs.show_effect(effect)

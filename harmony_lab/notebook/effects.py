@@ -13,12 +13,13 @@ from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.compose import updatable
 from harmony_lab.precision import Precision
 from harmony_lab.preview import Preview, can_stay
+from harmony_lab.units import format_change
 
 __all__ = ["Effect", "effects"]
 
 
 class Effect(NamedTuple):
-    """``"instead of 6: step −4.1 %, peak ±0 %, swapped +2 %"`` for a knob that was turned; for one that was not,
+    """``"instead of 6: step −4.1%, peak ±0%, swapped +2.0%"`` for a knob that was turned; for one that was not,
     ``"with 7: ..."``, what turning it would do."""
 
     knob: str
@@ -125,7 +126,8 @@ def _difference(plan: Weighed, against: Weighed) -> str:
         ("peak", max(plan.peak_bytes), max(against.peak_bytes)),
         ("swapped", one.swap_bytes / samples, other.swap_bytes / before),
     )
-    told = {name: change(value, was)[0] or "±0 %" for name, value, was in parts}
-    if set(told.values()) == {"±0 %"}:
+    same = format_change(0)
+    told = {name: change(value, was)[0] or same for name, value, was in parts}
+    if set(told.values()) == {same}:
         return "no difference"
     return ", ".join(f"{name} {words}" for name, words in told.items())

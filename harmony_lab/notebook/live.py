@@ -43,7 +43,7 @@ def run_tiles(run: Run) -> list[Tile]:
         Tile("throughput", _pace(run, median_s), f"predicted {_pace(run, run.accumulate * predicted.makespan_s)}"),
     ]
     if trace is not None:
-        what = "the last step" if run.accumulate == 1 else "the last minibatch"
+        what = "the last step" if run.accumulate == 1 else "a minibatch"
         shown += [
             Tile(
                 f"peak of {what}",

@@ -10,6 +10,7 @@ from IPython.core.error import UsageError
 from harmony_lab.arguments import asked_machine, changed, described, emulated, preset_with
 from harmony_lab.errors import HarmonyError
 from harmony_lab.lab_arguments import check_kinds
+from harmony_lab.notebook.completion import completions
 from harmony_lab.notebook.magic_words import COMMANDS, USAGE, Usage, parsers, words
 from harmony_lab.notebook.release import free
 from harmony_lab.notebook.traced_cell import TracedCell
@@ -98,16 +99,7 @@ class _Magic:
         return lab.closed or any(lab is other for other in others)
 
     def complete(self, _: Any, event: Any) -> list[str]:
-        """Commands first, then options and names of the notebook."""
-        words = event.line.split()
-        if len(words) < 2 or (len(words) == 2 and not event.line.endswith(" ")):
-            return list(COMMANDS)
-        commands = parsers()[1]
-        options = [] if words[1] not in commands else list(commands[words[1]]._option_string_actions)
-        if words[-1].startswith("-") and not event.line.endswith(" "):
-            dashes = event.symbol if event.symbol.startswith("-") else ""
-            return options if dashes else [option.lstrip("-") for option in options]
-        return [*options, *(name for name in self._ipython.user_ns if not name.startswith("_"))]
+        return completions(event.line, event.symbol, self._ipython.user_ns)
 
     def _machine(self, arguments: argparse.Namespace) -> Any:
         machine = asked_machine(arguments)

@@ -1,8 +1,9 @@
 """Plot: a plotly figure as a widget.  The 5 MB of plotly.js travel to a page once, compressed, not once per figure."""
 
 import json
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,40 +18,65 @@ __all__ = ["Plot", "packed_plotly"]
 
 
 class Plot(anywidget.AnyWidget):
-    """A figure that is redrawn whole when ``packed``, its compressed JSON, changes; any thread may call ``show``.
+    """A figure that is redrawn whole when another is shown; any thread may call ``show``.
+
+    Figures travel in messages to pages that show the plot, which ask for one when they begin to.  As a part of the
+    widget's state they would be saved with a notebook, where nothing draws them: plotly.js comes from a kernel.
 
     ``on_pick`` is called with the number that a marker which is clicked carries as its ``customdata``.
     """
 
-    _esm = static_text("fitting.js") + static_text("plot.js")
+    _esm = static_text("plot.js")
     _css = static_text("plot.css")
-    packed = traitlets.Bytes(b"").tag(sync=True)
     picks = traitlets.Bool(False).tag(sync=True)
 
     def __init__(self, spec: Spec | None = None, *, on_pick: Callable[[int], None] | None = None) -> None:
         _carry_library()
         super().__init__(picks=on_pick is not None)
-        if on_pick is not None:
-            self.on_msg(lambda _plot, content, _buffers: on_pick(int(content["picked"])))
+        self._on_pick = on_pick
+        self._packed = b""  # compressed JSON
+        self._sending = threading.Lock()  # so that the last figure sent is the last shown
+        self.on_msg(_heard)
         if spec is not None:
             self.show(spec)
 
     def show(self, spec: Spec) -> None:
-        self.packed = zlib.compress(spec_json(spec).encode(), level=1)
+        packed = zlib.compress(spec_json(spec).encode(), level=1)
+        with self._sending:
+            if packed != self._packed:
+                self._packed = packed
+                self.send({"figure": True}, buffers=[packed])
+
+    def show_again(self) -> None:
+        """To a page that has begun to show the plot."""
+        with self._sending:
+            if self._packed:
+                self.send({"figure": True}, buffers=[self._packed])
+
+    def picked(self, number: int) -> None:
+        if self._on_pick is not None:
+            self._on_pick(number)
 
     @property
     def figure(self) -> dict[str, Any]:
         """What is drawn, as plotly's JSON; empty before anything is."""
-        return json.loads(zlib.decompress(self.packed)) if self.packed else {}
+        return json.loads(zlib.decompress(self._packed)) if self._packed else {}
+
+
+def _heard(plot: Plot, content: Mapping[str, Any], _buffers: Any) -> None:
+    if "picked" in content:
+        plot.picked(int(content["picked"]))
+    else:
+        plot.show_again()
 
 
 class _PlotlyLibrary(anywidget.AnyWidget):
-    """Sends plotly.js to a page that asks; has nothing to show.
+    """Sends plotly.js to a page that asks, and has the script that draws figures with it; has nothing to show.
 
-    The script is no part of the widget's state, which notebooks may be saved with.
+    Nor is plotly.js a part of the widget's state.
     """
 
-    _esm = static_text("library.js")
+    _esm = static_text("fitting.js") + static_text("drawing.js") + static_text("library.js")
 
     def __init__(self) -> None:
         super().__init__()

@@ -112,8 +112,7 @@ def _delta_html(tile: Tile) -> str:
 
 def effect_html(message: str) -> str:
     """What a knob does, below it."""
-    words = escape(message).replace(" %", "&nbsp;%")
-    return f'<div class="harmony-effect">{words}</div>' if message else ""
+    return f'<div class="harmony-effect">{escape(message)}</div>' if message else ""
 
 
 def note_html(message: str) -> str:

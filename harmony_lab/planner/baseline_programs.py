@@ -1,6 +1,7 @@
 """The baselines' programs: order of microbatches, memory at the start, and the compiled loops that emit the ops."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -27,11 +28,37 @@ from harmony_lab.planner.emit import (
 from harmony_lab.planner.pack import PackCosts
 from harmony_lab.planner.streaming import stream
 from harmony_lab.program import Program
+from harmony_lab.roles import Role
 
-__all__ = ["Needs", "in_memory_program", "paged_program", "pipeline_units", "runnable_program", "streaming_program"]
+__all__ = [
+    "Iteration",
+    "Needs",
+    "in_memory_program",
+    "paged_program",
+    "pipeline_units",
+    "runnable_program",
+    "streaming_program",
+]
 
 _OPS_PER_LAYER = 6  # about; where it is more, memory for twice as many is taken
 _UNLIMITED = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """What a layerwise iteration is of.  ``size``: of microbatches.  ``clips``: gradients by the norm of all.
+
+    ``stages`` and ``units``: of a pipeline; empty and None: data parallel.
+    """
+
+    tables: LayerTables
+    machine: Machine
+    minibatch_size: int
+    size: int
+    recomputes: bool
+    clips: bool = False
+    stages: Sequence[Pack] = ()
+    units: Ints | None = None
 
 
 class Needs(NamedTuple):
@@ -51,78 +78,58 @@ class _Settled(NamedTuple):
     is_changed: Ints
 
 
-def paged_program(
-    tables: LayerTables,
-    machine: Machine,
-    minibatch_size: int,
-    size: int,
-    recomputes: bool,
-    stages: Sequence[Pack],
-    units: Ints | None,
-) -> Program | Needs:
+def paged_program(iteration: Iteration) -> Program | Needs:
     """An iteration in the middle of training: what is on the devices at its start is what it leaves there.
 
     Under least-recently-used eviction that depends on the iteration's own order alone, so one iteration from empty
-    devices finds it.  ``stages`` and ``units``: of a pipeline; empty and None: data parallel.
+    devices finds it.
     """
-    run = _Run(tables, machine, minibatch_size, size, recomputes, stages, units)
+    run = _Run(iteration)
     first, p = run.emitted(_Settled(*np.zeros((2, 0), np.int64)), on_demand=True)
     if first.counts[STATUS] == DOES_NOT_FIT:
-        return _needs(first, size, int(first.counts[FAILED_OP]))
+        return _needs(first, iteration.size, int(first.counts[FAILED_OP]))
     settled = _left(p)
     made, p = run.emitted(settled, on_demand=True)
     after = _left(p)
     assert np.array_equal(np.stack(settled), np.stack(after)), "the iteration leaves what it does not find"
-    return _program(made, tables, machine, minibatch_size)
+    return _program(made, iteration.tables, iteration.machine, iteration.minibatch_size)
 
 
-def in_memory_program(
-    tables: LayerTables,
-    machine: Machine,
-    minibatch_size: int,
-    size: int,
-    recomputes: bool,
-    stages: Sequence[Pack],
-    units: Ints | None,
-) -> Program | Needs:
+def in_memory_program(iteration: Iteration) -> Program | Needs:
     """The same with all weights, buffers and optimizer state on the devices, for good."""
-    run = _Run(tables, machine, minibatch_size, size, recomputes, stages, units)
+    run = _Run(iteration)
     kinds = (layerwise.WEIGHTS, layerwise.BUFFERS, layerwise.OPTIMIZER_STATE)
-    rows = run.num_replicas * (len(tables.profile) + 1)
+    rows = run.num_replicas * (len(iteration.tables.profile) + 1)
     pages = np.concatenate([np.arange(slot * rows, (slot + 1) * rows) for slot in kinds])
     pages = pages[run.pages[pages, paging.NUM_BYTES] > 0]
     made, p = run.emitted(_Settled(pages, np.zeros(len(pages), np.int64)), on_demand=False)
-    return _lacking(p, machine, size) or _program(made, tables, machine, minibatch_size)
+    return _kept_within(made, p, iteration)
 
 
-def runnable_program(
-    tables: LayerTables,
-    machine: Machine,
-    minibatch_size: int,
-    size: int,
-    recomputes: bool,
-    stages: Sequence[Pack],
-    units: Ints | None,
-    *,
-    on_demand: bool,
-) -> Program | Needs:
+def runnable_program(iteration: Iteration, *, on_demand: bool, role: Role = Role.ALONE) -> Program | Needs:
     """The same, paged (``on_demand``) or in memory, as an iteration that the runtime can run: from empty devices, and
-    in the end all that was changed goes to the host (``layerwise``)."""
-    run = _Run(tables, machine, minibatch_size, size, recomputes, stages, units, ends_empty=True)
+    in the end all that was changed goes to the host (``layerwise``).
+
+    ``role``: of the minibatch; one that is ``ADDING`` leaves its gradients on the host, the ``LAST`` finds the sum of
+    those of the others there and adds to it.
+    """
+    run = _Run(iteration, ends_empty=True, role=role)
     made, p = run.emitted(_Settled(*np.zeros((2, 0), np.int64)), on_demand=on_demand)
     if made.counts[STATUS] == DOES_NOT_FIT:
-        return _needs(made, size, int(made.counts[FAILED_OP]))
-    return _lacking(p, machine, size) or _program(made, tables, machine, minibatch_size)
+        return _needs(made, iteration.size, int(made.counts[FAILED_OP]))
+    return _kept_within(made, p, iteration)
 
 
-def streaming_program(tables: LayerTables, machine: Machine, minibatch_size: int, size: int) -> Program | Needs:
+def streaming_program(
+    tables: LayerTables, machine: Machine, minibatch_size: int, size: int, *, clips: bool = False
+) -> Program | Needs:
     """The order of ZeRO-Infinity: layers' inputs stay on the device where they fit, the next layer is fetched ahead
     where that fits.  Where devices reach each other, weights and gradients cross the host's link once for all."""
     through_peers = machine.all_reach and machine.num_devices > 1
     parts = Microbatches(_shares(minibatch_size, machine.num_devices), size)
     num_ops = 2 * len(tables.profile) * parts.count * machine.num_devices
     for stashes, prefetches in ((False, True), (True, True), (True, False)):
-        switches = {"through_peers": through_peers, "stashes": stashes, "prefetches": prefetches}
+        switches = {"through_peers": through_peers, "stashes": stashes, "prefetches": prefetches, "clips": clips}
         emit_into = partial(_stream, tables, parts, switches)
         made = _constructed(machine, num_ops, emit_into)
         if made.counts[STATUS] == 0:
@@ -130,10 +137,13 @@ def streaming_program(tables: LayerTables, machine: Machine, minibatch_size: int
     return _needs(made, size, int(made.ops[made.counts[FAILED_OP], START]))
 
 
-def _lacking(p: paging.Pager, machine: Machine, size: int) -> Needs | None:
-    over = p.devices[:, paging.PEAK] - machine.budgets
+def _kept_within(made: Construction, p: paging.Pager, iteration: Iteration) -> Program | Needs:
+    """The program, if no device has needed more than it has."""
+    over = p.devices[:, paging.PEAK] - iteration.machine.budgets
     device = int(np.argmax(over))
-    return Needs(size, device, int(p.devices[device, paging.PEAK])) if over[device] > 0 else None
+    if over[device] > 0:
+        return Needs(iteration.size, device, int(p.devices[device, paging.PEAK]))
+    return _program(made, iteration.tables, iteration.machine, iteration.minibatch_size)
 
 
 def _needs(made: Construction, size: int, layer: int) -> Needs:
@@ -147,28 +157,27 @@ def _stream(tables: LayerTables, parts: Microbatches, switches: Mapping[str, boo
 class _Run:
     """One layerwise iteration, to be emitted from different starts."""
 
-    def __init__(
-        self,
-        tables: LayerTables,
-        machine: Machine,
-        minibatch_size: int,
-        size: int,
-        recomputes: bool,
-        stages: Sequence[Pack],
-        units: Ints | None,
-        *,
-        ends_empty: bool = False,
-    ) -> None:
-        num_layers, count = len(tables.profile), machine.num_devices
-        self.machine, self.units = machine, units
-        if units is None:
+    def __init__(self, iteration: Iteration, *, ends_empty: bool = False, role: Role = Role.ALONE) -> None:
+        tables, minibatch_size, stages = iteration.tables, iteration.minibatch_size, iteration.stages
+        self.machine, self.units = iteration.machine, iteration.units
+        num_layers, count = len(tables.profile), self.machine.num_devices
+        if self.units is None:
             devices = np.repeat(np.arange(count)[:, None], num_layers, axis=1)
-            parts = Microbatches(_shares(minibatch_size, count), size)
+            parts = Microbatches(_shares(minibatch_size, count), iteration.size)
         else:
             devices = np.repeat(np.arange(len(stages)), [pack.stop - pack.start for pack in stages])[None]
-            parts = Microbatches([(0, minibatch_size)], size)
+            parts = Microbatches([(0, minibatch_size)], iteration.size)
         self.num_replicas = len(devices)
-        self.made, self.pages = tables.layerwise(parts, devices, recomputes=recomputes, ends_empty=ends_empty)
+        self.made, self.pages = tables.layerwise(
+            parts,
+            devices,
+            recomputes=iteration.recomputes,
+            ends_empty=ends_empty,
+            clips=iteration.clips,
+            leaves=role is Role.ADDING,
+        )
+        gradients = np.arange(num_layers) + layerwise.GRADIENTS * self.num_replicas * (num_layers + 1)  # one replica's
+        self.found = gradients[self.pages[gradients, paging.NUM_BYTES] > 0] if role is Role.LAST else gradients[:0]
         self.num_computed = 2 * num_layers * parts.count * self.num_replicas
 
     def emitted(self, settled: _Settled, *, on_demand: bool) -> tuple[Construction, paging.Pager]:
@@ -181,6 +190,8 @@ class _Run:
             used.append(p)
             for page, is_changed in zip(*settled, strict=True):
                 paging.settle(c, p, page, is_changed)
+            for page in self.found:
+                paging.find(c, p, page)
             if self.units is None:
                 layerwise.data_parallel(c, p, self.made)
             else:

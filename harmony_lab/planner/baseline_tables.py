@@ -79,7 +79,7 @@ class LayerTables:
     # -- for layerwise ------------------------------------------------------------------------------------------------
 
     def layerwise(
-        self, parts: Microbatches, devices: Ints, *, recomputes: bool, ends_empty: bool
+        self, parts: Microbatches, devices: Ints, *, recomputes: bool, ends_empty: bool, clips: bool, leaves: bool
     ) -> tuple[layerwise.Layerwise, Ints]:
         """Tables, and pages that are nowhere yet.  ``devices``: by (replica, layer)."""
         num_replicas, num_layers = devices.shape
@@ -95,7 +95,7 @@ class LayerTables:
             ],
             axis=2,
         )
-        switches = [self.profile.first_trainable_layer, int(recomputes), int(ends_empty)]
+        switches = [self.profile.first_trainable_layer, int(recomputes), int(ends_empty), int(clips), int(leaves)]
         kept = self._kept(cells, devices, shares_output=not recomputes and not ends_empty)
         pages = np.concatenate([_state_pages(state, devices), _sample_pages(kept, parts, devices)])
         workspace = [layer.largest_update_bytes if ends_empty else 0 for layer in self.profile.layers]
@@ -152,14 +152,14 @@ class LayerTables:
     # -- for streaming ------------------------------------------------------------------------------------------------
 
     def streaming(
-        self, parts: Microbatches, *, through_peers: bool, stashes: bool, prefetches: bool
+        self, parts: Microbatches, *, through_peers: bool, stashes: bool, prefetches: bool, clips: bool
     ) -> streaming.Streaming:
         num_layers = len(self.profile)
         owners: list[list[int]] = [[] for _ in range(num_layers)]
         for shared in self.profile.shared:
             for layer in sorted(shared.layers)[1:] if shared.gradient_bytes else ():
                 owners[layer].append(min(shared.layers))
-        switches = (int(through_peers), int(stashes), int(prefetches))
+        switches = (int(through_peers), int(stashes), int(prefetches), int(clips))
         options = np.array([num_layers, parts.count, self.profile.first_trainable_layer, *switches])
         layers = np.column_stack([self.state[:, :3], self.updates_buffers])
         return streaming.streaming(options, parts.rows, layers, self.cells(parts.sizes), _filled(owners, num_layers))

@@ -17,6 +17,11 @@ All but ``zero-infinity order`` are iterations in the middle of training: what i
 next one finds there.  ``baselines(..., runnable=True)`` gives iterations that ``Runner`` can run, to compare what is
 measured: they begin with empty devices, and in the end all that was changed goes to the host, so that the model and the
 optimizer's state are there after every step.  That costs up to a device's memory of traffic once per iteration.
+So do several minibatches that make one update: all but the last leave their gradients on the host, where they are added
+up, and the last fetches the sums when its backward adds to them.
+
+With clipping, gradients are fetched once for their norm and once for the update, which scales them; plain PyTorch's
+``clip_grad_norm_`` would write them once more in between.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +34,7 @@ from harmony_lab.costs import Profile
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.plan import Pack
 from harmony_lab.planner.baseline_programs import (
+    Iteration,
     Needs,
     in_memory_program,
     paged_program,
@@ -39,14 +45,15 @@ from harmony_lab.planner.baseline_programs import (
 from harmony_lab.planner.baseline_tables import LayerTables
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.pack import PackCosts, partitions
-from harmony_lab.precision import Precision
 from harmony_lab.program import Program, TensorKind
+from harmony_lab.roles import Role
 from harmony_lab.simulator.engine import makespan_s, run
 from harmony_lab.units import format_bytes, format_seconds
 
 __all__ = ["BASELINES", "Baseline", "baselines"]
 
 BASELINES = ("dp, paged", "pp gpipe, paged", "pp 1f1b, paged", "zero-infinity order", "dp, in memory", "pp, in memory")
+_STREAMED = "zero-infinity order"
 _SIZES_TRIED = 4  # of those that fit
 _SMALLER = 2 / 3  # than the one before
 _WORTHWHILE = 0.995  # a smaller one must be this much faster: it moves more
@@ -58,6 +65,7 @@ class Baseline:
 
     ``recomputes``: layers are computed again for backward instead of keeping what they save.  ``swap_bytes_by_kind``:
     between devices and host, both ways.  ``peak_bytes``: per device, the most alive at once under any timing.
+    ``several``: of a runnable one, the programs of minibatches that make one update with others, by role.
     """
 
     name: str
@@ -70,6 +78,7 @@ class Baseline:
     swap_bytes_by_kind: Mapping[TensorKind, int] = field(default_factory=dict)
     peer_bytes: int | None = None
     peak_bytes: tuple[int, ...] = ()
+    several: Mapping[Role, Program] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -111,20 +120,22 @@ def baselines(
     *,
     names: Iterable[str] = BASELINES,
     runnable: bool = False,
+    clipped: bool = False,
 ) -> tuple[Baseline, ...]:
     """The baselines for one iteration on that minibatch with all devices of the machine.
 
     Where one does not fit, or is not possible, its ``reason`` says so.  ``runnable``: with programs for
-    ``runtime.runner.Runner``, and what the simulator says of those (see the module's docstring).
+    ``runtime.runner.Runner``, and what the simulator says of those (see the module's docstring).  ``clipped``: all
+    gradients are looked at before the first update, for their norm (the Runner's ``max_grad_norm``).
     """
-    setting = _Setting(profile, Machine.of(machine), minibatch_size, runnable)
+    setting = _Setting(profile, Machine.of(machine), minibatch_size, runnable, clipped)
     return tuple(setting.baseline(name) for name in names)
 
 
 class _Setting:
-    def __init__(self, profile: Profile, machine: Machine, minibatch_size: int, runnable: bool) -> None:
+    def __init__(self, profile: Profile, machine: Machine, minibatch_size: int, runnable: bool, clipped: bool) -> None:
         self.profile, self.machine, self.minibatch_size = profile, machine, minibatch_size
-        self.runnable = runnable
+        self.runnable, self.clipped = runnable, clipped
         self.costs = PackCosts(profile)
         self.tables = LayerTables(profile, self.costs)
 
@@ -180,27 +191,53 @@ class _Setting:
             swap_bytes_by_kind=by_kind,
             peer_bytes=trace.peer_bytes,
             peak_bytes=peak_bytes(program),
+            several=self._several(name, made) if self.runnable else {},
         )
+
+    def _several(self, name: str, made: _Made) -> dict[Role, Program]:
+        """Where the host updates, the program itself: its updates add gradients up until the last minibatch."""
+        several = {}
+        for role in (Role.ADDING, Role.LAST):
+            program: Program | Needs = made.program
+            if name != _STREAMED:
+                iteration = self._iteration(name, made.size, made.recomputes)
+                program = runnable_program(iteration, on_demand=not _in_memory(name), role=role)
+            assert isinstance(program, Program), f"{name}: {role} needs more than one minibatch alone"
+            several[role] = program
+        return several
 
     # -- ways ---------------------------------------------------------------------------------------------------------
 
     def _ways(self, name: str) -> list[tuple[bool, Make]]:
         """Whether layers are recomputed, and how to make the program."""
-        if name == "zero-infinity order":
-            return [(True, lambda size: streaming_program(self.tables, self.machine, self.minibatch_size, size))]
-        in_memory = name.endswith("in memory")
-        make = in_memory_program if in_memory else paged_program
+        if name == _STREAMED:
+            stream = partial(streaming_program, self.tables, self.machine, self.minibatch_size, clips=self.clipped)
+            return [(True, stream)]
+        make = in_memory_program if _in_memory(name) else paged_program
         if self.runnable:
-            make = partial(runnable_program, on_demand=not in_memory)
+            make = partial(runnable_program, on_demand=not _in_memory(name))
 
         def layerwise(recomputes: bool, size: int) -> Program | Needs:
-            if not name.startswith("pp"):
-                return make(self.tables, self.machine, self.minibatch_size, size, recomputes, (), None)
-            stages = self._stages(size)
-            units = pipeline_units(self.costs, stages, self.minibatch_size, size, gpipe="gpipe" in name)
-            return make(self.tables, self.machine, self.minibatch_size, size, recomputes, stages, units)
+            return make(self._iteration(name, size, recomputes))
 
         return [(recomputes, partial(layerwise, recomputes)) for recomputes in (False, True)]
+
+    def _iteration(self, name: str, size: int, recomputes: bool) -> Iteration:
+        stages: tuple[Pack, ...] = ()
+        units = None
+        if name.startswith("pp"):
+            stages = self._stages(size)
+            units = pipeline_units(self.costs, stages, self.minibatch_size, size, gpipe="gpipe" in name)
+        return Iteration(
+            tables=self.tables,
+            machine=self.machine,
+            minibatch_size=self.minibatch_size,
+            size=size,
+            recomputes=recomputes,
+            clips=self.clipped,
+            stages=stages,
+            units=units,
+        )
 
     def _stages(self, size: int) -> tuple[Pack, ...]:
         count = min(self.machine.num_devices, len(self.profile))
@@ -240,16 +277,17 @@ class _Setting:
         return ""
 
     def _not_runnable(self, name: str) -> str:
-        if self.runnable and name != "zero-infinity order" and self.profile.precision is not Precision.FP32:
+        if self.runnable and name != _STREAMED and self.profile.master_bytes:
             return (
-                f"devices update the weights that they have, in {self.profile.precision} those are copies of masters "
-                "on the host: profile in fp32 to run it"
+                f"devices update the weights that they have, in this profile those are {self.profile.precision} copies "
+                "of masters on the host: to run it profile in fp32, or layers that have the masters on devices, "
+                "in_precision(layers, ..., shadows=False)"
             )
         return ""
 
     def _reason(self, name: str, lacking: Needs) -> str:
         budget = format_bytes(self.machine.budgets[lacking.device])
-        if name.endswith("in memory"):
+        if _in_memory(name):
             return (
                 f"weights, gradients, optimizer state and activations need {format_bytes(lacking.num_bytes)} on device "
                 f"{lacking.device} with microbatches of {lacking.size}, its budget is {budget}"
@@ -260,3 +298,7 @@ class _Setting:
             f"{whose} {format_bytes(lacking.num_bytes)} or more at once with microbatches of {lacking.size}, the "
             f"budget of device {lacking.device} is {budget}"
         )
+
+
+def _in_memory(name: str) -> bool:
+    return name.endswith("in memory")

@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harmony_lab.compiled import Floats, Ints
-from harmony_lab.machine import HOST, Hop, Machine
+from harmony_lab.compiled import Ints
+from harmony_lab.emulation import Emulation, computing_threads, emulation_on, moving_s
+from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Pack, Plan
-from harmony_lab.planner.outlook import Setting, Sized, forecast
+from harmony_lab.planner.outlook import Setting, Sized, Transfer, forecast
 from harmony_lab.planner.pack import PackCosts
 from harmony_lab.planner.partition import cut
+from harmony_lab.planner.rates import host_rates, peer_rates, ring
 from harmony_lab.planner.result import Rejected
 from harmony_lab.planner.survey import cut_backward, refine, slide, survey
 from harmony_lab.units import format_bytes
@@ -108,15 +110,19 @@ class Candidates:
 
     @cached_property
     def tables(self) -> Sized:
-        return sized(self.costs, self._sizes, self.budget_bytes)
+        return sized(self.costs, self._sizes, self.budget_bytes, self._taken.kernels_slowed)
+
+    @cached_property
+    def _taken(self) -> Emulation:
+        return emulation_on(self.machine, self.costs.profile.emulation)
 
     @cached_property
     def setting(self) -> Setting:
         machine, count = self.machine, self.machine.num_devices
         is_pp = self.mode is Mode.PP
-        down, up = _host_rates(machine)
-        peer = _peer_rates(machine, down, up)
-        reach = any(machine.reaches(*pair) for pair in _ring(count)) if is_pp else machine.all_reach
+        down, up = host_rates(machine)
+        peer = peer_rates(machine, down, up)
+        reach = any(machine.reaches(*pair) for pair in ring(count)) if is_pp else machine.all_reach
         return Setting(
             chain=count if is_pp else 1,
             replicas=1 if is_pp else count,
@@ -128,6 +134,11 @@ class Candidates:
             up=up,
             peer=peer if is_pp else peer.min(keepdims=True),
             release_s=max(device.release_s for device in machine.devices),
+            op_s=self._taken.compute_s + self._taken.waking_s,
+            compute_s=self._taken.compute_s,
+            transfer=Transfer(moving_s(self._taken, 0.0), moving_s(self._taken, 1.0, 0), self._taken.waking_s),
+            threads=computing_threads(machine),
+            num_cores=machine.host.num_cores,
         )
 
     def best(self, count: int) -> list[Tuple4]:
@@ -332,8 +343,8 @@ def least_packs(reach: Ints, stop: int) -> int:
     return count
 
 
-def sized(costs: PackCosts, sizes: Sequence[int], budget_bytes: int) -> Sized:
-    """The profile's costs at those sizes as arrays."""
+def sized(costs: PackCosts, sizes: Sequence[int], budget_bytes: int, slowed: float = 1.0) -> Sized:
+    """The profile's costs at those sizes as arrays; kernels take so many times as long."""
     profile = costs.profile
     layers = len(profile)
     shape, square = (len(sizes), layers + 1), (len(sizes), layers + 1, layers + 1)
@@ -343,11 +354,11 @@ def sized(costs: PackCosts, sizes: Sequence[int], budget_bytes: int) -> Sized:
     reaches = np.tile(np.arange(layers), (2, len(sizes), 1))
     for z, size in enumerate(sizes):
         forward = costs.forward_costs(size)
-        forward_s[z], values[z] = forward.seconds, forward.boundary
+        forward_s[z], values[z] = slowed * forward.seconds, forward.boundary
         needs[0, z], reaches[0, z] = costs.needs(size, forward=True), costs.reach(size, budget_bytes, forward=True)
         if size <= profile.largest_microbatch:
             backward = costs.backward_costs(size)
-            recompute_s[z], backward_s[z] = backward.recompute_s, backward.backward_s
+            recompute_s[z], backward_s[z] = slowed * backward.recompute_s, slowed * backward.backward_s
             gradients[z] = backward.boundary_gradient
             needs[1, z], reaches[1, z] = (
                 costs.needs(size, forward=False),
@@ -367,46 +378,5 @@ def sized(costs: PackCosts, sizes: Sequence[int], budget_bytes: int) -> Sized:
         backward_reach=reaches[1],
         weight_bytes=costs.model.weights,
         parameter_gradient_bytes=costs.model.gradients,
-        update_s=np.concatenate([[0.0], np.cumsum([layer.update_s for layer in profile.layers])]),
+        update_s=slowed * np.concatenate([[0.0], np.cumsum([layer.update_s for layer in profile.layers])]),
     )
-
-
-def _ring(count: int) -> list[tuple[int, int]]:
-    """Who sends to each device, as packs go round."""
-    return [((device - 1) % count, device) for device in range(count)]
-
-
-def _host_rates(machine: Machine) -> tuple[float, float]:
-    """What each device gets from and to the host when all go on at once.
-
-    Of the host's memory two thirds are taken to be read: weights travel twice where gradients travel once.
-    """
-    devices = range(machine.num_devices)
-    down = _rates(machine, [(HOST, device) for device in devices]).min()
-    up = _rates(machine, [(device, HOST) for device in devices]).min()
-    if machine.host.memory_bytes_per_s is not None:
-        memory = machine.host.memory_bytes_per_s / machine.num_devices
-        down = min(down, max(memory * 2 / 3, memory - up))
-        up = min(up, max(memory / 3, memory - down))
-    return float(down), float(up)
-
-
-def _peer_rates(machine: Machine, down: float, up: float) -> Floats:
-    """What each device gets from the one before when all go on at once; through the host, where it does not reach it,
-    one way after the other."""
-    pairs = _ring(machine.num_devices)
-    direct = [pair for pair in pairs if machine.reaches(*pair)]
-    rates = np.full(len(pairs), 1 / (1 / down + 1 / up))
-    if machine.num_devices > 1:
-        rates[[device for _, device in direct]] = _rates(machine, direct)
-    return rates
-
-
-def _rates(machine: Machine, ends: Sequence[tuple[int, int]]) -> Floats:
-    """What each of these transfers gets when all go on at once, by equal shares of every link."""
-    users: dict[Hop, int] = {}
-    routes = [machine.route(*pair) for pair in ends]
-    for route in routes:
-        for hop in route:
-            users[hop] = users.get(hop, 0) + 1
-    return np.array([min(machine.capacities[hop] / users[hop] for hop in route) for route in routes])

@@ -94,7 +94,8 @@ def _blocks(program: Program, order: Order) -> Iterator[str]:
         if columns.device[block] != HOST:
             yield f"{what(block)} is never freed; {op_name(program, int(writer[block]))} allocates it"
     for block in gone:
-        yield f"{what(block)} is resident, but in the end there is none"
+        if columns.device[block] != HOST:
+            yield f"{what(block)} is resident, but in the end there is none"
     freer = np.zeros(count, dtype=np.int64)
     freer[frees.block] = frees.op
     for uses in (writes, reads):

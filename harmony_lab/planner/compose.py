@@ -31,6 +31,11 @@ class Stage(NamedTuple):
         """Whether there is anything to update."""
         return costs.gradient_bytes(*self.pack) > 0
 
+    @property
+    def num_ops(self) -> int:
+        """Computing ops for one microbatch."""
+        return 2 if self.backward and not self.kept else 1
+
     def seconds(self, costs: PackCosts, size: int) -> float:
         """Computing for one microbatch."""
         start, stop = self.pack

@@ -113,7 +113,8 @@ def resident(c: Construction, kind: Int, device: Int, start: Int, stop: Int, num
     c.blocks[block, WRITER] = _NONE
     c.counts[STAGED_WRITES] = 0
     c.counts[RESIDENT] = c.counts[BLOCKS]
-    c.devices[device, USED] += num_bytes
+    if device >= 0:
+        c.devices[device, USED] += num_bytes
     return block
 
 

@@ -16,13 +16,14 @@ from harmony_lab.planner.paging import (
     begin,
     bring,
     change,
+    drop,
     exists,
     fresh,
     hold,
     make_room,
 )
 
-__all__ = ["gather_gradients", "pass_on", "reduce_gradients"]
+__all__ = ["drop_received", "gather_gradients", "hold_received", "pass_on", "reduce_gradients"]
 
 
 @compiled
@@ -43,24 +44,43 @@ def pass_on(
 
 
 @compiled
-def gather_gradients(c: Construction, p: Pager, tied: Ints) -> None:
-    """Send gradients to where others of the same parameter are; ``tied``: a row of ``Layerwise.tied``."""
-    for i in range(1, (tied >= 0).sum(), 2):
-        page, copy = tied[i], p.pages[tied[i + 1]]
-        device, receiver, start, stop = p.pages[page, DEVICE], copy[DEVICE], copy[START], copy[STOP]
-        begin(p)
-        hold(p, page)
-        bring(c, p, device, ZERO)
-        if c.counts[STATUS] != 0:
-            return
-        read(c, p.pages[page, BLOCK])
-        wait(c, p.devices[device, COMPUTED])
-        sent = emit(c, SEND, device, ON_PEER_OUT, start, stop, ZERO, ZERO)
-        make_room(c, p, receiver, copy[NUM_BYTES])
-        read(c, p.pages[page, BLOCK])
-        wait(c, sent)
-        fresh(c, p, tied[i + 1])
-        emit(c, RECV, receiver, ON_PEER_IN, start, stop, ZERO, ZERO)
+def gather_gradients(c: Construction, p: Pager, rows: Ints, first: Int) -> None:
+    """Send gradients to where others of the same parameter, those of the page ``first``, are; ``rows``: of
+    ``Layerwise.tied``."""
+    for tied in rows:
+        for i in range(1, (tied >= 0).sum() if tied[0] == first else 0, 2):
+            page, copy = tied[i], p.pages[tied[i + 1]]
+            device, receiver, start, stop = p.pages[page, DEVICE], copy[DEVICE], copy[START], copy[STOP]
+            begin(p)
+            hold(p, page)
+            bring(c, p, device, ZERO)
+            if c.counts[STATUS] != 0:
+                return
+            read(c, p.pages[page, BLOCK])
+            wait(c, p.devices[device, COMPUTED])
+            sent = emit(c, SEND, device, ON_PEER_OUT, start, stop, ZERO, ZERO)
+            make_room(c, p, receiver, copy[NUM_BYTES])
+            read(c, p.pages[page, BLOCK])
+            wait(c, sent)
+            fresh(c, p, tied[i + 1])
+            emit(c, RECV, receiver, ON_PEER_IN, start, stop, ZERO, ZERO)
+
+
+@compiled
+def hold_received(p: Pager, rows: Ints, first: Int) -> None:
+    """Of what was sent to there, what is there."""
+    for tied in rows:
+        for i in range(2, (tied >= 0).sum() if tied[0] == first else 0, 2):
+            if exists(p, tied[i]):
+                hold(p, tied[i])
+
+
+@compiled
+def drop_received(p: Pager, rows: Ints, first: Int) -> None:
+    for tied in rows:
+        for i in range(2, (tied >= 0).sum() if tied[0] == first else 0, 2):
+            if exists(p, tied[i]):
+                drop(p, tied[i])
 
 
 @compiled

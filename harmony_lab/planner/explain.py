@@ -21,7 +21,7 @@ from harmony_lab.planner.staying import mirror, staying
 from harmony_lab.program import OP_CODES, STREAM_CODES, OpKind, Stream
 from harmony_lab.simulator.engine import makespan_s, run
 from harmony_lab.trace import Trace
-from harmony_lab.units import format_bytes, format_seconds
+from harmony_lab.units import format_bytes, format_change, format_seconds
 
 if TYPE_CHECKING:
     import pandas
@@ -107,7 +107,7 @@ def _at_peak(plan: Plan, trace: Trace, device: int) -> str:
 
 
 class Advice(NamedTuple):
-    """What would make the same plan faster; ``saved``: of the time per sample, 0.1 is 10 %."""
+    """What would make the same plan faster; ``saved``: of the time per sample, 0.1 is 10%."""
 
     change: str
     step_s: float
@@ -184,7 +184,7 @@ def _computing_faster(profile: Profile) -> Profile:
 class AblationRow:
     """One switch taken off.
 
-    ``instead``: what is then done.  ``loss``: how much longer an iteration takes, 0.1 is 10 %.  Where there is no such
+    ``instead``: what is then done.  ``loss``: how much longer an iteration takes, 0.1 is 10%.  Where there is no such
     variant, or it does not fit, ``reason`` says why and the numbers are None.  ``peak_bytes``: of the fullest device.
     ``plan``: the variant as a plan; None for one that is no plan.
     """
@@ -253,7 +253,7 @@ class Ablation:
                 yield row.switch, ("", "", "", ""), row.reason
             else:
                 sizes = format_bytes(row.swap_bytes), format_bytes(row.peak_bytes)
-                yield row.switch, (format_seconds(row.step_s), f"{row.loss:+.1%}", *sizes), row.instead
+                yield row.switch, (format_seconds(row.step_s), format_change(row.loss), *sizes), row.instead
 
     def _repr_html_(self) -> str:
         rows = "".join(

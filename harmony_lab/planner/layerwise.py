@@ -8,6 +8,9 @@ An iteration that ``ENDS_EMPTY`` is one that the runtime can run: in the end all
 keeps to the rules of the host's one store and of autograd: an update comes after all replicas have fetched what it
 changes; gradients of a parameter that layers on several devices share meet where the first of them is updated; a
 layer's output is there twice, for the next layer and as what autograd saved; the optimizer's temporaries are counted.
+
+One that ``CLIPS`` looks at all gradients before the first update, for their norm, as ``clip_grad_norm_`` does; they are
+scaled in the update.  One that ``LEAVES`` its gradients updates nothing: the next adds to them.
 """
 
 from typing import NamedTuple
@@ -29,11 +32,13 @@ from harmony_lab.planner.codes import (
     ZERO,
 )
 from harmony_lab.planner.emit import STATUS, Construction, emit, free, read, wait, write
-from harmony_lab.planner.exchange import gather_gradients, pass_on, reduce_gradients
+from harmony_lab.planner.exchange import drop_received, gather_gradients, hold_received, pass_on, reduce_gradients
 from harmony_lab.planner.paging import (
+    COMPUTED,
     DEVICE,
     FETCHED,
     NUM_BYTES,
+    NUM_HELD,
     REDUCED_FIRST,
     REDUCED_LAST,
     Pager,
@@ -50,7 +55,8 @@ from harmony_lab.planner.paging import (
 
 __all__ = ["Layerwise", "data_parallel", "pipeline"]
 
-NUM_LAYERS, NUM_REPLICAS, NUM_MICROBATCHES, FIRST_TRAINABLE, RECOMPUTES, ENDS_EMPTY = 0, 1, 2, 3, 4, 5  # of options
+NUM_LAYERS, NUM_REPLICAS, NUM_MICROBATCHES, FIRST_TRAINABLE, RECOMPUTES = 0, 1, 2, 3, 4  # of options
+ENDS_EMPTY, CLIPS, LEAVES = 5, 6, 7
 # Pages are numbered: of state by (slot, replica, layer), then those of samples by (slot, replica, layer, microbatch).
 WEIGHTS, BUFFERS, GRADIENTS, OPTIMIZER_STATE = 0, 1, 2, 3
 INPUTS, VALUES, VALUE_GRADIENTS, SAVED_VALUES = 4, 5, 6, 7  # VALUES: of the boundary where the layer begins
@@ -93,17 +99,11 @@ def data_parallel(c: Construction, p: Pager, r: Layerwise) -> None:
         for layer in range(num_layers - 1, r.options[FIRST_TRAINABLE] - 1, -1):
             for q in range(num_replicas):
                 _backward(c, p, r, q, layer, j)
-            if j + 1 == count and num_replicas > 1:
+            if j + 1 == count and num_replicas > 1 and not r.options[LEAVES]:
                 _reduce_replicas(c, p, r, layer)
             if c.counts[STATUS] != 0:
                 return
-    for layer in range(num_layers):
-        for q in range(num_replicas if r.options[ENDS_EMPTY] else 0):
-            _bring_to_update(c, p, r, q, layer)
-        for q in range(num_replicas):
-            _update(c, p, r, q, layer)
-    if r.options[ENDS_EMPTY]:
-        flush(c, p)
+    _end(c, p, r)
 
 
 @compiled
@@ -121,8 +121,25 @@ def pipeline(c: Construction, p: Pager, r: Layerwise, units: Ints) -> None:
             return
     for i in range(0 if r.options[ENDS_EMPTY] else len(r.tied)):
         reduce_gradients(c, p, r.tied[i, : (r.tied[i] >= 0).sum()])
-    for layer in range(r.options[NUM_LAYERS]):
-        _update(c, p, r, ZERO, layer)
+    _end(c, p, r)
+
+
+@compiled
+def _end(c: Construction, p: Pager, r: Layerwise) -> None:
+    """What follows the last backward."""
+    num_layers, num_replicas = r.options[NUM_LAYERS], r.options[NUM_REPLICAS]
+    looked = p.devices[:0, COMPUTED].copy()
+    if r.options[CLIPS] and not r.options[LEAVES]:
+        for layer in range(num_layers):
+            for q in range(num_replicas):
+                _look(c, p, r, q, layer)
+        if num_replicas == 1:  # replicas have all gradients each
+            looked = p.devices[:, COMPUTED].copy()
+    for layer in range(0 if r.options[LEAVES] else num_layers):
+        for q in range(num_replicas if r.options[ENDS_EMPTY] and num_replicas > 1 else 0):
+            _bring_to_update(c, p, r, q, layer)
+        for q in range(num_replicas):
+            _update(c, p, r, q, layer, looked)
     if r.options[ENDS_EMPTY]:
         flush(c, p)
 
@@ -291,6 +308,26 @@ def _add_gradients(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int) 
 
 
 @compiled
+def _look(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int) -> None:
+    """Read a layer's gradients; those of layers on other devices that share a parameter are added to them."""
+    gradients = _state(r, GRADIENTS, q, layer)
+    if c.counts[STATUS] != 0 or not exists(p, gradients):
+        return
+    gather_gradients(c, p, _gathered(r), gradients)
+    begin(p)
+    hold(p, gradients)
+    hold_received(p, _gathered(r), gradients)
+    bring(c, p, _device(p, r, q, layer), ZERO)
+    if c.counts[STATUS] != 0:
+        return
+    if p.counts[NUM_HELD] > 1:
+        change(c, p, gradients)
+    drop_received(p, _gathered(r), gradients)
+    _wait_for_sum(c, p, gradients)
+    compute(c, p, UPDATE, _device(p, r, q, layer), layer, ZERO, ZERO, ZERO)
+
+
+@compiled
 def _bring_to_update(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int) -> None:
     gradients = _state(r, GRADIENTS, q, layer)
     if c.counts[STATUS] != 0 or not exists(p, gradients):
@@ -299,38 +336,47 @@ def _bring_to_update(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int
     hold(p, _state(r, WEIGHTS, q, layer))
     hold(p, gradients)
     hold(p, _state(r, OPTIMIZER_STATE, q, layer))
-    for i in range(len(r.tied) if r.options[ENDS_EMPTY] else 0):
-        if r.tied[i, 0] == gradients:
-            for received in r.tied[i, 2::2]:
-                hold(p, received)
+    hold_received(p, _gathered(r), gradients)
     bring(c, p, _device(p, r, q, layer), r.update_workspace[layer])
 
 
 @compiled
-def _update(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int) -> None:
+def _update(c: Construction, p: Pager, r: Layerwise, q: Int, layer: Int, looked: Ints) -> None:
+    """``looked``: the ops that have looked at gradients last."""
     gradients = _state(r, GRADIENTS, q, layer)
     if c.counts[STATUS] != 0 or not exists(p, gradients):
         return
-    ends_empty = r.options[ENDS_EMPTY]
-    for i in range(len(r.tied) if ends_empty else 0):
-        if r.tied[i, 0] == gradients:
-            gather_gradients(c, p, r.tied[i])
+    if not r.options[CLIPS]:
+        gather_gradients(c, p, _gathered(r), gradients)
     _bring_to_update(c, p, r, q, layer)
     if c.counts[STATUS] != 0:
         return
     change(c, p, _state(r, WEIGHTS, q, layer))
     change(c, p, _state(r, OPTIMIZER_STATE, q, layer))
     drop(p, gradients)
-    for i in range(len(r.tied) if ends_empty else 0):
-        if r.tied[i, 0] == gradients:
-            for received in r.tied[i, 2::2]:
-                drop(p, received)
-    for op in range(p.pages[gradients, REDUCED_FIRST], p.pages[gradients, REDUCED_LAST] + 1):
+    drop_received(p, _gathered(r), gradients)
+    _wait_for_sum(c, p, gradients)
+    for op in looked:
         wait(c, op)
-    for other in range(r.options[NUM_REPLICAS] if ends_empty else 0):
+    for other in range(r.options[NUM_REPLICAS] if r.options[ENDS_EMPTY] else 0):
         wait(c, p.pages[_state(r, WEIGHTS, other, layer), FETCHED])
         wait(c, p.pages[_state(r, OPTIMIZER_STATE, other, layer), FETCHED])
     compute(c, p, UPDATE, _device(p, r, q, layer), layer, ZERO, ZERO, r.update_workspace[layer])
+
+
+# -- gradients that meet ----------------------------------------------------------------------------------------------
+
+
+@compiled
+def _gathered(r: Layerwise) -> Ints:
+    """Rows of ``tied`` whose gradients meet on the first one's device."""
+    return r.tied[: len(r.tied) * r.options[ENDS_EMPTY]]
+
+
+@compiled
+def _wait_for_sum(c: Construction, p: Pager, gradients: Int) -> None:
+    for op in range(p.pages[gradients, REDUCED_FIRST], p.pages[gradients, REDUCED_LAST] + 1):
+        wait(c, op)
 
 
 @compiled

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from harmony_lab.compiled import Bool, Float, Floats, Int, Ints, compiled
 
-__all__ = ["Setting", "Sized", "forecast"]
+__all__ = ["Setting", "Sized", "Transfer", "forecast"]
 
 _COMPUTE, _BEFORE, _STATE_IN, _VALUES_IN, _PEERS_IN, _STATE_OUT, _VALUES_OUT, _OUT_BEFORE, _REDUCED = range(9)
 """Until when a device's streams are busy; before: with computing but for the last microbatch, or with values out."""
@@ -20,7 +20,8 @@ _NUM_CLOCKS = 9
 
 
 class Sized(NamedTuple):
-    """Costs by size z (``sizes[z]`` samples) and layer or boundary; seconds are summed from the first layer on.
+    """Costs by size z (``sizes[z]`` samples) and layer or boundary; seconds are summed from the first layer on, as the
+    machine's kernels take them.
 
     ``forward_need`` and ``backward_need``: bytes of pack [start, stop) at [z, start, stop].  ``forward_reach``,
     ``backward_reach``: the last stop of a pack that fits, the start itself where none does.
@@ -42,10 +43,19 @@ class Sized(NamedTuple):
     update_s: Floats
 
 
+class Transfer(NamedTuple):
+    """What one takes beside links: a core so long, and so long for each byte; and until it starts."""
+
+    core_s: float
+    byte_s: float
+    waking_s: float
+
+
 class Setting(NamedTuple):
     """The machine and the switches.  ``chain``: devices that packs go round (1 in DP); ``replicas``: devices that each
     run every pack (1 in PP); ``share``: samples of each.  Rates: of one device's transfers; ``peer``: by device of the
-    chain, from the one before."""
+    chain, from the one before.  ``op_s``: of each computing op beside its kernels, ``compute_s`` of that of cores;
+    ``threads``: of the host's ``num_cores``, each device computes on so many; 0: on none."""
 
     chain: int
     replicas: int
@@ -57,6 +67,11 @@ class Setting(NamedTuple):
     up: float
     peer: Floats
     release_s: float
+    op_s: float
+    compute_s: float
+    transfer: Transfer
+    threads: int
+    num_cores: int
 
 
 @compiled
@@ -82,10 +97,15 @@ def forecast(
             start, stop, z, seconds = backward[edge], backward[edge + 1], backward_z, t.both_s
         others, y = (p.share - 1) // t.sizes[z], rests[z]
         turn_s[s] = others * (seconds[z, stop] - seconds[z, start]) + seconds[y, stop] - seconds[y, start]
-        turn_s[s] += p.release_s + (t.weight_bytes[start, stop] / p.down if p.prefetch == 0 else 0.0)
+        turn_s[s] += (others + 1) * (1 if s < num_forward else 2) * p.op_s
+        turn_s[s] += p.release_s + (
+            _move_s(p.transfer, t.weight_bytes[start, stop], p.down) if p.prefetch == 0 else 0.0
+        )
         left_s[s % p.chain] += turn_s[s]
-    if left_s.max() > limit:
-        return left_s.max()
+    on_cores_s = _on_cores_s(t, p, forward, forward_z, backward, backward_z) if p.threads > 0 else 0.0
+    least_s = max(left_s.max(), on_cores_s)
+    if least_s > limit:
+        return least_s
     host = 0.0
     size_before: Int = 0
     for s in range(num_stages):
@@ -106,7 +126,7 @@ def forecast(
             at[_STATE_IN] = max(at[_STATE_IN], at[_COMPUTE])
             if p.prefetch == 0:
                 at[_STATE_IN] = max(at[_STATE_IN], max(at[_STATE_OUT], at[_REDUCED]))
-            at[_STATE_IN] += t.weight_bytes[start, stop] / p.down
+            at[_STATE_IN] += _move_s(p.transfer, t.weight_bytes[start, stop], p.down)
         arrived = at[_STATE_IN]
         ahead_s = _ahead_s(t, p, forward, backward, s, z, start, stop, fetched) if p.prefetch > 0 else 0.0
         from_stash = s > num_forward
@@ -117,20 +137,20 @@ def forecast(
             y, first, last = (z, 0, count - 1) if part == 0 else (rests[z], count - 1, count)
             value_s, gradient_s, out_s, second_s = 0.0, -1.0, -1.0, 0.0
             if s > 0:
-                value_s = t.value_bytes[y, start] / (p.peer[d] if value_by_peer else p.down)
+                value_s = _move_s(p.transfer, t.value_bytes[y, start], p.peer[d] if value_by_peer else p.down)
             if is_backward:
                 if from_stash:
-                    gradient_s = t.gradient_bytes[y, stop] / (p.peer[d] if by_peers else p.down)
-                first_s = t.recompute_s[y, stop] - t.recompute_s[y, start]
-                second_s = t.backward_s[y, stop] - t.backward_s[y, start]
+                    gradient_s = _move_s(p.transfer, t.gradient_bytes[y, stop], p.peer[d] if by_peers else p.down)
+                first_s = t.recompute_s[y, stop] - t.recompute_s[y, start] + p.op_s
+                second_s = t.backward_s[y, stop] - t.backward_s[y, start] + p.op_s
                 if to_host:
-                    out_s = t.gradient_bytes[y, start] / p.up
+                    out_s = _move_s(p.transfer, t.gradient_bytes[y, start], p.up)
             else:
-                first_s = t.forward_s[y, stop] - t.forward_s[y, start]
+                first_s = t.forward_s[y, stop] - t.forward_s[y, start] + p.op_s
                 if to_host and not is_out:
-                    out_s = t.value_bytes[y, stop] / p.up
+                    out_s = _move_s(p.transfer, t.value_bytes[y, stop], p.up)
                 for number in range(edge_from, edge_to):
-                    stash_s[number] = t.value_bytes[y, backward[number]] / p.up
+                    stash_s[number] = _move_s(p.transfer, t.value_bytes[y, backward[number]], p.up)
             _follow(
                 at,
                 first,
@@ -161,12 +181,53 @@ def forecast(
         if at[_COMPUTE] + left_s[d] > limit:
             return at[_COMPUTE] + left_s[d]
         if is_backward:
-            host = max(host, _gradients_out(t, p, start, stop, at)) + t.update_s[stop] - t.update_s[start]
+            host = max(host, _gradients_out(t, p, start, stop, at)) + t.update_s[stop] - t.update_s[start] + p.op_s
         done, following = following, done
         size_before = size
     for d in range(p.chain):
         host = max(host, max(clocks[d, _COMPUTE], max(clocks[d, _STATE_OUT], clocks[d, _VALUES_OUT])))
-    return host
+    return max(host, on_cores_s)
+
+
+@compiled
+def _move_s(x: Transfer, num_bytes: Int, rate: Float) -> Float:
+    """Of a transfer: over links at that rate, while a core copies."""
+    return max(num_bytes / rate, x.core_s + num_bytes * x.byte_s) + x.waking_s
+
+
+@compiled
+def _on_cores_s(t: Sized, p: Setting, forward: Ints, forward_z: Int, backward: Ints, backward_z: Int) -> Float:
+    """If the host's cores were always busy, with all that devices compute and move, and with the updates."""
+    by_peers = p.chain > 1 and p.peers > 0
+    num_layers = backward[-1]
+    kernels_s, num_bytes = 0.0, 0.0
+    num_ops: Int = 0
+    num_moves: Int = 0
+    part, count = p.share / t.sizes[forward_z], (p.share + t.sizes[forward_z] - 1) // t.sizes[forward_z]
+    for s in range(len(forward) - 1):
+        start, stop = forward[s], forward[s + 1]
+        edge_from, edge_to = _edges_between(backward, start, stop)
+        goes_out = not by_peers and (edge_to == edge_from or backward[edge_to - 1] != stop)
+        num_ops += count
+        num_moves += 1 + count * ((s > 0) + edge_to - edge_from + goes_out)
+        num_bytes += t.weight_bytes[start, stop] + part * t.value_bytes[forward_z, start] * (s > 0)
+        num_bytes += part * t.value_bytes[forward_z, stop] * goes_out
+        for number in range(edge_from, edge_to):
+            num_bytes += part * t.value_bytes[forward_z, backward[number]]
+        kernels_s += part * (t.forward_s[forward_z, stop] - t.forward_s[forward_z, start])
+    part, count = p.share / t.sizes[backward_z], (p.share + t.sizes[backward_z] - 1) // t.sizes[backward_z]
+    ways = 1 if by_peers else 2  # of the gradients of what comes in
+    for edge in range(len(backward) - 1):
+        first, last = backward[edge], backward[edge + 1]
+        num_ops += 2 * count
+        num_moves += 2 + count * (1 + ways) * (edge > 0)
+        num_bytes += t.weight_bytes[first, last] + t.parameter_gradient_bytes[first, last]
+        comes_in = t.value_bytes[backward_z, first] + ways * t.gradient_bytes[backward_z, first]
+        num_bytes += part * comes_in * (edge > 0)
+    kernels_s += part * t.both_s[backward_z, num_layers]
+    devices_s = p.threads * (kernels_s + num_ops * p.compute_s)
+    devices_s += num_moves * p.transfer.core_s + num_bytes * p.transfer.byte_s
+    return (p.replicas * devices_s + t.update_s[num_layers]) / p.num_cores
 
 
 @compiled
@@ -289,17 +350,18 @@ def _ahead_s(
     if need + num_bytes > p.budget_bytes:
         return 0.0
     fetched[later] = True
-    return float(num_bytes / p.down)
+    return _move_s(p.transfer, num_bytes, p.down)
 
 
 @compiled
 def _gradients_out(t: Sized, p: Setting, start: Int, stop: Int, at: Floats) -> Float:
     """When a pack's gradients are on the host."""
-    seconds = t.parameter_gradient_bytes[start, stop] / p.up
+    seconds = _move_s(p.transfer, t.parameter_gradient_bytes[start, stop], p.up)
     ready = at[_COMPUTE]
     if p.replicas > 1 and p.peers:
         shards = 2 * (p.replicas - 1) / p.replicas
-        at[_PEERS_IN] = max(at[_PEERS_IN], ready) + shards * t.parameter_gradient_bytes[start, stop] / p.peer[0]
+        num_bytes = shards * t.parameter_gradient_bytes[start, stop]
+        at[_PEERS_IN] = max(at[_PEERS_IN], ready) + _move_s(p.transfer, num_bytes, p.peer[0])
         at[_REDUCED] = ready = at[_PEERS_IN]
         if p.prefetch > 0:  # one device takes them out, in turn; if nothing overlaps, all wait for it in the end
             seconds /= p.replicas

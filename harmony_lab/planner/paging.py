@@ -52,6 +52,7 @@ __all__ = [
     "compute",
     "drop",
     "exists",
+    "find",
     "flush",
     "fresh",
     "hold",
@@ -103,6 +104,13 @@ def settle(c: Construction, p: Pager, page: Int, is_changed: Int) -> None:
     row[BLOCK] = resident(c, row[KIND], row[DEVICE], row[START], row[STOP], row[NUM_BYTES])
     row[IS_CHANGED] = is_changed
     _enter(p, page)
+
+
+@compiled
+def find(c: Construction, p: Pager, page: Int) -> None:
+    """The page is on the host before the first op."""
+    row = p.pages[page]
+    row[HOST_BLOCK] = resident(c, row[KIND], HOST_DEVICE, row[START], row[STOP], row[NUM_BYTES])
 
 
 # -- what is where, and since when ----------------------------------------------------------------------------------

@@ -1,18 +1,19 @@
 """SearchResult: the plans that a search has found, what it says of them and why others were not possible."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harmony_lab.costs import Profile
+from harmony_lab.emulation import NOTHING, emulation_on
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Mode, Plan
 from harmony_lab.planner.check import peak_bytes
 from harmony_lab.planner.explain import Advice, advice, what_binds
 from harmony_lab.planner.explain_waiting import waiting_for_gradients
 from harmony_lab.planner.lower import lower
-from harmony_lab.simulator.engine import run
+from harmony_lab.simulator.engine import makespan_s, run
 from harmony_lab.trace import Trace
 from harmony_lab.units import format_bytes, format_seconds
 
@@ -104,7 +105,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """How much longer the best plan takes than the lower bound: 0.1 is 10 %."""
+        """How much longer the best plan takes than the lower bound: 0.1 is 10%."""
         return self.candidates[0].step_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0
 
     @cached_property
@@ -121,6 +122,10 @@ class SearchResult:
     def _explanation(self) -> str:
         best = self.candidates[0]
         sentences = [what_binds(best.plan, self.best_trace, best.peak_bytes), self._distance()]
+        if emulation_on(best.machine, best.profile.emulation) is not NOTHING:
+            costs = replace(best.profile, emulation=None)
+            share = 1 - makespan_s(self.best_trace.program, costs, best.machine) / best.step_s
+            sentences.append(f"{share:.0%} of the step is what emulating devices takes beside kernels and links.")
         if _moves_state_alone(best.plan):
             whole = "The whole model is one pack" if len(best.plan.backward_packs) == 1 else "Everything stays in place"
             here = len(best.plan.device_updates) == len(best.plan.backward_packs)

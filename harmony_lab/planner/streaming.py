@@ -44,11 +44,11 @@ from harmony_lab.planner.codes import (
     WORKSPACE,
     ZERO,
 )
-from harmony_lab.planner.emit import OPS, STATUS, Construction, emit, free, read, temporary, wait, write
+from harmony_lab.planner.emit import OPS, STATUS, WRITER, Construction, emit, free, read, temporary, wait, write
 
 __all__ = ["Streaming", "stream", "streaming"]
 
-NUM_LAYERS, NUM_MICROBATCHES, FIRST_TRAINABLE, THROUGH_PEERS, STASHES, PREFETCHES = 0, 1, 2, 3, 4, 5  # of options
+NUM_LAYERS, NUM_MICROBATCHES, FIRST_TRAINABLE, THROUGH_PEERS, STASHES, PREFETCHES, CLIPS = 0, 1, 2, 3, 4, 5, 6
 FIRST_SAMPLE, LAST_SAMPLE, SIZE = 0, 1, 2  # of microbatches
 WEIGHT_BYTES, BUFFER_BYTES, GRADIENT_BYTES, UPDATES_BUFFERS = 0, 1, 2, 3  # of layers
 INPUT_BYTES, VALUE_BYTES, VALUE_GRADIENT_BYTES, SAVED_BYTES = 0, 1, 2, 3  # of cells
@@ -62,6 +62,7 @@ class Streaming(NamedTuple):
 
     Options: ``THROUGH_PEERS``: one device fetches weights and the others have them from it, gradients are reduced and
     leave once; else each for itself.  ``STASHES``: layers' inputs wait on the host for backward, else on the device.
+    ``CLIPS``: updates wait for all gradients.
     ``microbatches``: by device; the first of a device that has fewer than others are empty.  ``cells``: by (size,
     boundary).  ``owners``: by layer, earlier layers whose parameters it shares; -1 fills up.
     """
@@ -117,6 +118,10 @@ def stream(c: Construction, s: Streaming) -> None:
             _gradients_out(c, s, layer, j)
         if c.counts[STATUS] != 0:
             return
+    if s.options[CLIPS]:  # the first update waits for all gradients
+        for block in s.gradients.flat:
+            if block >= 0:
+                wait(c, c.blocks[block, WRITER])
     for layer in range(trainable, num_layers):
         if s.layers[layer, GRADIENT_BYTES] > 0:
             _update(c, s, layer)

@@ -14,15 +14,23 @@ _FEW = 400  # but where there are no more than these
 
 
 @compiled
-def _at_least(t: Sized, p: Setting, forward_z: Int, backward_z: Int, stop: Int, num_packs: Int) -> Float:
+def _at_least(
+    t: Sized, p: Setting, forward_z: Int, backward_z: Int, stop: Int, num_forward: Int, num_backward: Int
+) -> Float:
     """Seconds that any such candidate takes: every device's share of computing, and of weights where that cannot
     overlap."""
     num_layers = t.weight_bytes.shape[0] - 1
-    seconds = t.forward_s[forward_z, stop] * (p.share // t.sizes[forward_z])
-    seconds += t.both_s[backward_z, num_layers] * (p.share // t.sizes[backward_z]) + num_packs * p.release_s
+    forward_count, backward_count = p.share // t.sizes[forward_z], p.share // t.sizes[backward_z]
+    forward_s, backward_s = (
+        t.forward_s[forward_z, stop] * forward_count,
+        t.both_s[backward_z, num_layers] * backward_count,
+    )
+    num_ops = num_forward * forward_count + 2 * num_backward * backward_count
+    seconds = forward_s + (backward_s + (num_forward + num_backward) * p.release_s) + num_ops * p.op_s
     if p.prefetch == 0:
         seconds += (t.weight_bytes[0, num_layers] + t.weight_bytes[0, stop]) / p.down
-    return seconds / p.chain
+    on_cores_s = p.threads * (forward_s + backward_s + num_ops * p.compute_s)
+    return max(seconds / p.chain, p.replicas * on_cores_s / p.num_cores)
 
 
 @compiled
@@ -39,7 +47,7 @@ def survey(t: Sized, p: Setting, rests: Ints, wanted: Ints, found: Floats) -> No
             fits = cut_backward(t, backward_z, num_backward, has_large, backward)
         stop = backward[num_backward - 1]
         if fits and (stop > 0) == (num_forward > 0):
-            bounds[row] = _at_least(t, p, forward_z, backward_z, stop, num_forward + num_backward)
+            bounds[row] = _at_least(t, p, forward_z, backward_z, stop, num_forward, num_backward)
     best = np.inf
     for row in np.argsort(bounds):
         if bounds[row] == np.inf or (len(wanted) > _FEW and bounds[row] > best * _HOPELESS):

@@ -186,6 +186,10 @@ def _build(tree: Any, tensors: Sequence[Any]) -> Any:
     return tree.build([_build(child, tensors) for child in tree.children])
 
 
+def _parts(kind: str, keys: tuple[Any, ...]) -> int | list[Any]:
+    return len(keys) if kind == "sequence" else list(keys)
+
+
 def _match(tree: Any, value: Any, where: str) -> Iterator[torch.Tensor]:
     """The tensors of a batch of the same structure, in order."""
     if isinstance(tree, _Tensor):
@@ -201,9 +205,9 @@ def _match(tree: Any, value: Any, where: str) -> Iterator[torch.Tensor]:
     else:
         container = _children(value)
         if container is None or container[0] != tree.kind or set(container[1]) != set(tree.keys):
-            given = type(value).__name__ if container is None else f"{type(value).__name__} of {list(container[1])}"
-            wanted = len(tree.keys) if tree.kind == "sequence" else list(tree.keys)
-            raise DecomposeError(f"{where} is a {given}, expected a {tree.kind} of {wanted} as in the example batch")
+            given = type(value).__name__ + ("" if container is None else f" of {_parts(container[0], container[1])}")
+            wanted = f"{tree.kind} of {_parts(tree.kind, tree.keys)}"
+            raise DecomposeError(f"{where} is a {given}, expected a {wanted} as in the example batch")
         items = dict(zip(container[1], container[2], strict=True))
         for key, child in zip(tree.keys, tree.children, strict=True):
             yield from _match(child, items[key], f"{where}[{key!r}]")

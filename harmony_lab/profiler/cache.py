@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from harmony_lab.layers import LayerSequence, StateSpec, TensorSpec
+from harmony_lab.precision import Precision
 from harmony_lab.profiler.extract import GraphFunction
 from harmony_lab.profiler.gauges import Target
 from harmony_lab.profiler.precision import AutocastFunction
@@ -96,7 +97,7 @@ def layer_key(layers: LayerSequence, index: int, target: Target, num_samples: in
     return {
         **_place(target.num_threads),
         "device": target.description,
-        "precision": str(layers.precision),
+        "precision": _precision(layers),
         "graph": hashlib.sha256(function.text.encode()).hexdigest(),
         "parameters": [_state(layers.state[name]) for name in layer.parameters],
         "buffers": [_state(layers.buffer_state[name]) for name in layer.buffers],
@@ -134,6 +135,11 @@ def update_key(
         "model_bytes": model_bytes,
         "trials": trials,
     }
+
+
+def _precision(layers: LayerSequence) -> str:
+    casts = layers.precision is not Precision.FP32 and not layers.has_shadows
+    return f"{layers.precision}, weights cast where they are used" if casts else str(layers.precision)
 
 
 def _state(spec: StateSpec) -> list[Any]:

@@ -1,7 +1,6 @@
 """compile_layers: the same layers as machine code, each type of them compiled once."""
 
 import threading
-import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -17,6 +16,7 @@ from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import LayerCall, LayerFunction, LayerSequence, StateSpec, TensorSpec
 from harmony_lab.machine import Backend, Machine
 from harmony_lab.profiler.extract import GraphFunction
+from harmony_lab.warning import warn
 
 if TYPE_CHECKING:
     from harmony_lab.profiler.inductor import MachineCode
@@ -189,10 +189,9 @@ class CompiledFunction(GraphFunction):
         self._given_up = True
         self.text = self._plain.text  # what it costs from now on is what it costs as it was
         reason = str(error).strip().splitlines() or [""]
-        warnings.warn(
+        warn(
             f"layers like {self.name!r} cannot be compiled ({type(error).__name__}: {reason[0]}) and run as they are; "
             "profile again, for what they take is not what compiled ones were expected to take",
-            stacklevel=3,
         )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from harmony_lab.costs import Cost, Emulation, LayerCost, Profile, SharedParameter
+from harmony_lab.costs import Cost, LayerCost, Profile, SharedParameter
+from harmony_lab.emulation import Emulation
 from harmony_lab.errors import HarmonyError, PlanDoesNotFitError
 from harmony_lab.layers import LayerSequence, padded
 from harmony_lab.machine import Machine

@@ -1,7 +1,6 @@
 """decompose: a model and its loss as a sequence of layers that are pure functions."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,6 +26,7 @@ from harmony_lab.profiler.nodes import describe, module_path, size_factor
 from harmony_lab.profiler.random_nodes import is_random
 from harmony_lab.profiler.recipe import Recipe
 from harmony_lab.profiler.refusals import refuse_gradient_hooks, refuse_shared_updates
+from harmony_lab.warning import warn
 
 __all__ = ["decompose", "layers_of"]
 
@@ -73,10 +73,9 @@ def decompose(
     if loss_fn is None and isinstance(model, nn.Sequential):
         raise DecomposeError("an nn.Sequential returns no loss: pass loss_fn and a batch of (inputs, targets)")
     if not model.training:
-        warnings.warn(
+        warn(
             f"{type(model).__name__} is in eval mode and will be trained so: dropout is off, batch norm keeps its "
             "statistics; call model.train() first if that is not meant",
-            stacklevel=2,
         )
     return layers_of(
         Recipe(
@@ -150,10 +149,9 @@ def _point_out_gathered_parameters(layers: LayerSequence) -> None:
     last = len(layers) - 1
     others = {index for name in layers.layers[last].parameters for index in layers.state[name].layers} - {last}
     if last > 1 and 2 * len(others) > last:
-        warnings.warn(
+        warn(
             f"the loss reads parameters of {len(others)} of the {last} layers before it, so its layer needs them all "
             "on the device at once; a penalty on weights is better left to the optimizer (weight_decay)",
-            stacklevel=5,
         )
 
 

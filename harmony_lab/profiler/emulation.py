@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from harmony_lab.costs import Emulation, Profile
+from harmony_lab.costs import Profile
+from harmony_lab.emulation import Emulation
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import Backend, Machine
 from harmony_lab.profiler.decompose import decompose

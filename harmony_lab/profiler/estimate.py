@@ -23,7 +23,7 @@ from harmony_lab.profiler.gauges import Target
 from harmony_lab.profiler.precision import in_precision
 from harmony_lab.profiler.roofline import OpCounter, Rates, Work
 from harmony_lab.profiler.steps import ProgressCallback, Steps
-from harmony_lab.profiler.updates import UpdateCosts
+from harmony_lab.profiler.updates import UpdateCost, UpdateCosts
 from harmony_lab.runtime.optimizer import PackOptimizer
 from harmony_lab.units import parse_rate
 
@@ -56,15 +56,14 @@ def estimate(
     Bytes are those of the ops that run, on tensors without data, as exact as measured ones but for what kernels of
     attention and of recurrent layers (LSTM) keep for themselves.  Seconds: every op takes the longer of its
     floating-point operations at the GPU's peak rate and its bytes at the memory's, over ``efficiency``, and the GPU's
-    ``launch_s``.
-    ``efficiency``: the share of its peak rates that the GPU reaches, 0.7 if not known.
+    ``launch_s``.  ``efficiency``: the share of its peak rates that the GPU reaches, 0.7 if not known.
     ``calibrate``: a profile measured on such a GPU, of one of these layers or more: the efficiency is that with which
     the layers of those names and sizes take as long as measured, at the largest microbatch measured.  For a model too
     large to be measured, build one with two blocks of the same width, and ``profile`` and ``save`` that on the GPU:
     ``estimate(layers, "4090", calibrate=Profile.load("two_blocks.json"))``.
 
     Updates on the host are bound by its memory: the bytes that the optimizer's ops read and write, at
-    ``host_bandwidth``.  (Optimizers that multiply matrices, as Muon does, take longer than that.)
+    ``host_bandwidth``; optimizers that multiply matrices, as Muon does, take longer than that.
 
     ``precision``, ``microbatch_sizes``, ``minibatch_size``, ``progress`` and the errors raised: as in ``profile``.
     What runs in bf16 does so at the GPU's rate for it; which ops do, and so bytes, follows autocast's lists for the
@@ -73,8 +72,6 @@ def estimate(
     require_layers(layers, "estimate")
     if optimizer is not None:
         PackOptimizer(optimizer, layers)
-    if efficiency is not None and calibrate is not None:
-        raise HarmonyError("give either an efficiency or a profile to calibrate with, not both")
     card, room, threads = _resolved(device)
     if precision is not None:
         layers = in_precision(layers, precision)
@@ -83,27 +80,38 @@ def estimate(
     num_kinds = len(set(kinds))
     steps = Steps(progress, num_kinds * len(sizes.values) + 1, num_kinds * len(sizes.values) + 1)
     works = _Works(layers, card)
-    share = _EFFICIENCY if efficiency is None else efficiency
-    if calibrate is not None:
-        share = _calibrated(works, calibrate, card)
-    if not share > 0:
-        raise HarmonyError(f"efficiency is the share of peak rates that is reached, such as 0.7; got {efficiency!r}")
+    share = _share_reached(efficiency, calibrate, works, card)
 
     def cost_of(index: int, size: int) -> Cost:
         steps.begin(f"{layers.layers[index].name}, microbatch of {size}", 1)
         work = works.of(index, size)
         room.check(layers, index, size, work.weight)
-        phases = (work.forward, work.recompute, work.backward)
-        seconds = Seconds(*(phase.seconds(share, card.launch_s) for phase in phases))
-        return Cost(*seconds, *work.weight)
+        return Cost(*work.seconds(share, card.launch_s), *work.weight)
 
     costs = costs_by_size(layers, kinds, sizes, room, cost_of)
     steps.only(1, 1)
     steps.begin("updates", 1)
-    updates = UpdateCosts(layers, optimizer, _TrafficOfSteps(parse_rate(host_bandwidth)), on_gpu=True)
-    updated = [updates.of(updates.updated_by(index)) for index in range(len(layers))]
+    updated = _updates(layers, optimizer, parse_rate(host_bandwidth))
     steps.end()
     return assemble(layers, f"{card.name}, estimated at {share:.0%} of its peak rates", kinds, costs, updated, threads)
+
+
+def _share_reached(efficiency: float | None, calibrate: Profile | None, works: "_Works", card: GPU) -> float:
+    """The share of its peak rates that the GPU reaches, as given, as in a profile, or as supposed."""
+    if efficiency is not None and calibrate is not None:
+        raise HarmonyError("give either an efficiency or a profile to calibrate with, not both")
+    if calibrate is not None:
+        return _calibrated(works, calibrate, card)
+    share = _EFFICIENCY if efficiency is None else efficiency
+    if not share > 0:
+        raise HarmonyError(f"efficiency is the share of peak rates that is reached, such as 0.7; got {efficiency!r}")
+    return share
+
+
+def _updates(layers: LayerSequence, optimizer: torch.optim.Optimizer | None, bytes_per_s: float) -> list[UpdateCost]:
+    """Of each layer, on the host."""
+    updates = UpdateCosts(layers, optimizer, _TrafficOfSteps(bytes_per_s), on_gpu=True)
+    return [updates.of(updates.updated_by(index)) for index in range(len(layers))]
 
 
 def _resolved(device: Machine | GPU | str) -> tuple[GPU, Room, int]:
@@ -130,6 +138,9 @@ class _LayerWork(NamedTuple):
     forward: Work
     recompute: Work
     backward: Work
+
+    def seconds(self, share: float, launch_s: float) -> Seconds:
+        return Seconds(*(phase.seconds(share, launch_s) for phase in (self.forward, self.recompute, self.backward)))
 
 
 class _Works:

@@ -6,7 +6,6 @@ collector, which sees into every cache.
 """
 
 import gc
-import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -14,6 +13,7 @@ from types import CellType, FrameType, FunctionType
 from typing import Any
 
 from harmony_lab.profiler.call_log import is_users_file
+from harmony_lab.warning import warn
 
 __all__ = ["take_out"]
 
@@ -33,10 +33,9 @@ def take_out(tensors: Sequence[Any], but_from: Iterable[Any] = ()) -> None:
         return
     named = sorted(set(_take_out(tensors, _DEPTH)))
     if named:
-        warnings.warn(
+        warn(
             f"the model's forward, run on tensors without data, has put one into {', '.join(named[:5])}: set that back "
             "before the model is used, and keep such tensors in buffers of the model",
-            stacklevel=6,
         )
 
 

@@ -5,23 +5,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from html import escape
+from dataclasses import replace
 from itertools import combinations, permutations
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from harmony_lab.machine import HOST, Backend, Bridge, Link, Machine
 from harmony_lab.profiler.gauges import Target
+from harmony_lab.profiler.link_rates import LinkProbe, LinkRate
 from harmony_lab.program import TensorKind
 from harmony_lab.runtime.backend import Copy
 from harmony_lab.runtime.emulated import EmulatedBackend
-from harmony_lab.units import format_rate
-
-if TYPE_CHECKING:
-    import pandas
 
 __all__ = ["LinkProbe", "LinkRate", "Mover", "probe_links"]
 
@@ -31,83 +27,6 @@ _SMALLEST_BYTES, _LARGEST_BYTES = 2**16, 2**26
 _APART = 0.8  # two devices share a link when together each gets less than this share of what it gets alone
 
 Pair = tuple[int, int]  # (source, destination): device indices or HOST
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRate:
-    """One measurement.
-
-    ``at_once``: how many copies of this kind ran at a time, this one among them.  ``pinned``: of the host's memory;
-    None between devices and for emulated ones.  ``verified``: whether all bytes arrived as they left.
-    """
-
-    source: int
-    destination: int
-    at_once: int
-    pinned: bool | None
-    bytes_per_s: float
-    verified: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkProbe:
-    """``machine``: with the rates measured.  ``rates``: all that was measured."""
-
-    machine: Machine
-    rates: tuple[LinkRate, ...]
-
-    def rate(self, source: int, destination: int, *, at_once: int = 1, pinned: bool | None = None) -> float:
-        """The first measurement of that copy; ``pinned`` None: of any."""
-        for item in self.rates:
-            if (item.source, item.destination, item.at_once) == (source, destination, at_once):
-                if pinned in (None, item.pinned):
-                    return item.bytes_per_s
-        raise KeyError((source, destination, at_once, pinned))
-
-    def to_frame(self) -> "pandas.DataFrame":
-        """A row per measurement."""
-        import pandas
-
-        names = [field for field in LinkRate.__dataclass_fields__ if field not in ("source", "destination")]
-        return pandas.DataFrame(
-            {
-                "source": self._name(item.source),
-                "destination": self._name(item.destination),
-                **{name: getattr(item, name) for name in names},
-            }
-            for item in self.rates
-        )
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Per measurement, as text: the copy, how many at once, the host's memory, the rate, whether data arrived."""
-        return [
-            (
-                f"{self._name(item.source)} → {self._name(item.destination)}",
-                "alone" if item.at_once == 1 else f"{item.at_once} at once",
-                "" if item.pinned is None else "pinned" if item.pinned else "pageable",
-                format_rate(item.bytes_per_s),
-                "right" if item.verified else "wrong data",
-            )
-            for item in self.rates
-        ]
-
-    def _name(self, device: int) -> str:
-        return "host" if device == HOST else self.machine.devices[device].name
-
-    def __str__(self) -> str:
-        wrong = sum(not item.verified for item in self.rates)
-        peers = self.machine.peers_words
-        return (
-            f"{self.machine}; {len(self.rates)} copies measured, "
-            f"{'all data right' if not wrong else f'{wrong} with wrong data'}, between devices {peers}"
-        )
-
-    def _repr_html_(self) -> str:
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in self.rows())
-        return (
-            f"<p>{escape(str(self))}</p><table><thead><tr><th>copy</th><th></th><th>host memory</th><th>rate</th>"
-            f"<th>data</th></tr></thead><tbody>{rows}</tbody></table>"
-        )
 
 
 class Mover(Protocol):

@@ -47,12 +47,18 @@ _Key = tuple[Any, ...]
 
 
 def in_precision(
-    layers: LayerSequence, precision: Precision | str, machine: Machine | str | None = None
+    layers: LayerSequence,
+    precision: Precision | str,
+    machine: Machine | str | None = None,
+    *,
+    shadows: bool = True,
 ) -> LayerSequence:
     """The same layers over the same tensors, computing in that precision (see ``harmony_lab.precision``).
 
     ``machine``: where they will run, or torch's type of device, such as ``"cuda"``; by default the CPU, or what they
     were made for.  The types in which values cross boundaries follow autocast's lists for that type of device.
+    ``shadows``: without, devices get the fp32 weights themselves, which autocast casts wherever it uses them, as in
+    plain PyTorch; so they can update them, as ``planner.baselines`` do.
 
     Raises ``HarmonyError`` where a layer cannot run so, naming it.
     """
@@ -61,9 +67,9 @@ def in_precision(
     if precision is Precision.FP32:
         return plain
     device = torch.device(_device_type(machine) or layers.device_type or "cpu")
-    if layers.precision is precision and layers.device_type == device.type:
+    if (layers.precision, layers.device_type, layers.has_shadows) == (precision, device.type, shadows):
         return layers
-    state = {name: _with_shadow(spec) for name, spec in plain.state.items()}
+    state = {name: _with_shadow(spec) if shadows else spec for name, spec in plain.state.items()}
     functions: dict[int, AutocastFunction] = {}
     cast = [replace(layer, function=_function(layer, state, functions)) for layer in plain.layers]
     changed = replace(

@@ -5,7 +5,6 @@ something else in the next step: so it is run twice more on tensors that have sh
 torch is compared.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from harmony_lab.profiler.call_log import CallLog, Difference, Record, first_dif
 from harmony_lab.profiler.nodes import describe
 from harmony_lab.profiler.python_state import KeptAttributes, Number, StateWatch
 from harmony_lab.profiler.refusals import refuse_python_chance
+from harmony_lab.warning import warn
 
 __all__ = ["check_modules_repeat", "check_repeats", "refuse_changed"]
 
@@ -89,10 +89,9 @@ def check_modules_repeat(
 
 def _point_out(changed: Sequence[str], consequence: str) -> None:
     if changed:
-        warnings.warn(
+        warn(
             f"the model's forward changes in Python: {', '.join(changed[:5])}. Run several times it computed the same, "
             f"and {consequence}. {_CURE}",
-            stacklevel=5,
         )
 
 
@@ -108,7 +107,7 @@ def refuse_changed(numbers: Sequence[Number]) -> None:
     )
     if any(type(number.value) in (int, float) for number in changed):
         raise DecomposeError(message)
-    warnings.warn(message, stacklevel=4)
+    warn(message)
 
 
 class _Runs:

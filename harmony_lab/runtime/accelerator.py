@@ -15,11 +15,11 @@ from harmony_lab.errors import HarmonyError
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.program import Stream
 from harmony_lab.runtime.backend import Copy
+from harmony_lab.runtime.device_copies import Peers, arrives, in_parts
 from harmony_lab.runtime.reduction import Shard, Traffic, sum_shards
 
 __all__ = ["AcceleratorBackend", "out_of_memory_advice"]
 
-_PART_SIZE = 16 * 2**20
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -38,9 +38,7 @@ class AcceleratorBackend:
                 "Check nvidia-smi and CUDA_VISIBLE_DEVICES, or use Machine.detect() or Machine.emulated()"
             )
         self._streams: dict[tuple[int, Stream], torch.cuda.Stream] = {}
-        count = machine.num_devices
-        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-        self._direct = {pair for pair in pairs if machine.reaches(*pair) and self._copies_right(*pair)}
+        self._peers = Peers(machine, lambda a, b: arrives(self.torch_device(a), self.torch_device(b)))
 
     def begin(self) -> None:
         pass
@@ -75,30 +73,17 @@ class AcceleratorBackend:
         with torch.no_grad():
             for copy in copies:
                 for whole, source in copy.pairs:
-                    for to, part in _parts(whole, self._reachable(copy.source, copy.destination, source)):
+                    for to, part in in_parts(whole, self._peers.reachable(copy.source, copy.destination, source)):
                         to.copy_(part, non_blocking=True)
         _wait_for(torch.cuda.current_stream())
 
     def reduce(self, device: int, shards: Sequence[Shard]) -> Traffic:
-        moved = sum_shards(device, shards, self._reachable)
+        moved = sum_shards(device, shards, self._peers.reachable)
         _wait_for(torch.cuda.current_stream())
         return moved
 
     def released(self, tensors: Iterable[Tensor]) -> None:
         pass
-
-    # -- peers ----------------------------------------------------------------------------------------------------
-
-    def _reachable(self, source: int, destination: int, tensor: Tensor) -> Tensor:
-        """The tensor itself, or a copy in host memory where its device cannot send to ``destination``."""
-        return tensor if HOST in (source, destination) or (source, destination) in self._direct else tensor.cpu()
-
-    def _copies_right(self, source: int, destination: int) -> bool:
-        """Whether data survives the way: between some consumer cards peer copies arrive as zeros, without an error."""
-        given = torch.arange(1, 1 << 16, device=self.torch_device(source))
-        arrived = torch.empty_like(given, device=self.torch_device(destination))
-        arrived.copy_(given)
-        return torch.equal(arrived.cpu(), given.cpu())
 
 
 def out_of_memory_advice(error: BaseException) -> str:
@@ -116,14 +101,6 @@ def out_of_memory_advice(error: BaseException) -> str:
         "Memory that torch's allocator keeps may be in pieces that are too small: set PYTORCH_ALLOC_CONF="
         f"expandable_segments:True before Python starts, or {smaller}."
     )
-
-
-def _parts(to: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """A large flat copy in parts: between them the device's copy engine takes what other streams have to copy."""
-    if to.dim() == 1:
-        yield from zip(torch.split(to, _PART_SIZE), torch.split(source, _PART_SIZE), strict=True)
-    else:
-        yield to, source
 
 
 def _wait_for(stream: torch.cuda.Stream) -> None:

@@ -53,23 +53,25 @@ class Arena:
             if stop > first:
                 self._pages.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
-    def pin(self, content: str) -> None:
-        """Page-lock all of it, so that devices copy at full speed and beside the host; where the system does not let
-        it, a warning says so.  ``content``: what lies there.
+    def pin(self, content: str, *, warns: bool = True) -> bool:
+        """Page-lock all of it, so that devices copy at full speed and beside the host.  False where the system does not
+        let it, which a warning says.  ``content``: what lies there.
 
         By registration, for torch's pinned memory is rounded up to a power of two.
         """
         if not self.num_bytes:
-            return
+            return True
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._pinned = int(cudart.cudaHostRegister(self.memory.data_ptr(), self.num_bytes, 0)) == 0
         if not self._pinned:
             _clear_last_error()
+        if not self._pinned and warns:
             _log.warning(
                 "the system does not let %s of %s be page-locked: copies to devices are staged and slower",
                 format_bytes(self.num_bytes),
                 content,
             )
+        return self._pinned
 
     def unpin(self) -> None:
         """Before the memory goes."""

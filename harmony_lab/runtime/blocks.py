@@ -160,9 +160,17 @@ class Blocks:
 
     def adopt_state(self, index: int, state: SwappedState, op: Op) -> None:
         """An OPTIMIZER block; what it is planned with is held also while the state is not made yet."""
-        state.held_bytes = max(state.num_bytes, self._blocks[index].num_bytes)
-        self._charge(index, state.held_bytes, op)
+        state.room.held_bytes = max(state.num_bytes, self._blocks[index].num_bytes)
+        self._charge(index, state.room.held_bytes, op)
         self._content[index] = state
+
+    def find(self, index: int) -> Flat:
+        """A block of the host that is there before the first op: zeros."""
+        layout = self.layout(index)
+        memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        flat = Flat(memory, layout.views(memory))
+        self._put(index, flat, memory.nbytes)
+        return flat
 
     def reserve(self, index: int) -> None:
         """A WORKSPACE block has no content: its room is for what is counted op by op."""
@@ -204,7 +212,7 @@ class Blocks:
             self._backend.released(content.parts)
         elif isinstance(content, SwappedState):
             self._backend.released(content.tensors)
-            self._ledgers[block.device].released(block.kind, content.held_bytes)
+            self._ledgers[block.device].released(block.kind, content.room.held_bytes)
         elif content is not None:
             tensors = [content.memory] if isinstance(content, Flat) else list(content.values())
             self._backend.released(tensors)

@@ -51,6 +51,7 @@ class DeviceMemory:
         self._arena = Arena(0)  # the host's
         self._left: dict[_Left, Arena] = {}
         self._leaves = False
+        self._pins = True  # until the system refuses, which is told once
         self._users: WeakSet[BlockMemory] = WeakSet()
 
     @property
@@ -98,7 +99,7 @@ class DeviceMemory:
     def _on_host(self, num_bytes: int) -> Arena:
         arena = Arena(num_bytes)
         if self.backend.pins_host_memory:
-            arena.pin("gradients and activations")
+            self._pins &= arena.pin("gradients and activations", warns=self._pins)
         return arena
 
     def expect(self, *, leaves: bool) -> None:

@@ -21,7 +21,8 @@ class EmulatedBackend:
     Transfers really copy and take at least the time that the machine's links, fairly shared, give them.  Each device
     computes with its ``compute_threads``.
 
-    ``timed``: without, transfers take no more than copying does, for tests: order and budgets hold all the same.
+    ``timed``: without, transfers take no more than copying does, for tests and in virtual time: order and budgets hold
+    all the same.
     ``poisons``: freed memory is filled with NaN, which takes as long as writing it once more.
     """
 

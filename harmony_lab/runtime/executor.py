@@ -12,6 +12,7 @@ from harmony_lab.runtime.failures import Failure
 from harmony_lab.runtime.runnable import require_runnable
 from harmony_lab.runtime.step import Minibatch, Step, Training
 from harmony_lab.runtime.updates import Updates
+from harmony_lab.runtime.virtual import OpSeconds, VirtualJob, as_it_took
 from harmony_lab.runtime.waits import Waits
 from harmony_lab.runtime.workers import Job, Workers
 from harmony_lab.trace import Origin, Trace
@@ -24,7 +25,8 @@ class Executor:
 
     ``chaos_seed``: every op is delayed at random before it starts and before it counts as done, so that a missing edge
     shows.  ``interleaves``: without delays and threads; all ops run in the caller's, one after the other, in a random
-    order that the program's edges allow.  ``patience_s``: see ``Workers.run``.
+    order that the program's edges allow.  On a machine in virtual time they run so too, each at its virtual start
+    (``virtual``); ``op_seconds`` is the clock.  ``patience_s``: see ``Workers.run``.
     """
 
     def __init__(
@@ -34,12 +36,14 @@ class Executor:
         *,
         chaos_seed: int | None = None,
         interleaves: bool = False,
+        op_seconds: OpSeconds = as_it_took,
         patience_s: float = math.inf,
     ) -> None:
         self._backend = backend
         self._machine = machine
         self._chaos_seed = chaos_seed
-        self._interleaves = interleaves
+        self._works_alone = interleaves or machine.virtual_time
+        self._op_seconds = op_seconds
         self._patience_s = patience_s
         self._workers = Workers(backend.enter_worker)
         self._waits: dict[int, tuple[Program, Waits]] = {}
@@ -58,7 +62,7 @@ class Executor:
             require_runnable(program, training.layers)
         backend, ledgers = self._backend, training.ledgers
         waits = self._waits_of(program)
-        if not self._interleaves:
+        if not self._works_alone:
             self._workers.prepare(waits.queues)
         memory = training.memory.of(program)
         memory.trim(training.places.held_beside(program))
@@ -67,15 +71,18 @@ class Executor:
         step = Step(program, memory, training, minibatch, updates)
         backend.begin()
         chaos = None if self._chaos_seed is None else f"{self._chaos_seed}/{minibatch.seed}"
-        job = Job(program, waits, step.perform, step.conclude, backend.abort, chaos)
+        if self._machine.virtual_time:
+            job: Job = VirtualJob(program, waits, step, training, self._machine, self._op_seconds)
+        else:
+            job = Job(program, waits, step.perform, step.conclude, backend.abort, chaos)
         for ledger in ledgers:
-            ledger.begin(job.origin_s)
+            ledger.begin(job.elapsed_s)
         self._job = job
         if updates is not None and updates.progress.cancelled:  # by somebody who saw no job yet
             job.abort()
         try:
-            if self._interleaves:
-                job.interleave(random.Random(chaos))
+            if self._works_alone:
+                job.work_alone(random.Random(chaos))
             else:
                 self._workers.run(job, self._patience_s)
         except KeyboardInterrupt as interrupt:

@@ -1,7 +1,7 @@
 """HostStore: the user's own parameters, gathered into one arena so that a pack is one transfer."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
@@ -76,10 +76,12 @@ class HostStore:
         """Host memory of the parameters and their shadows."""
         return self.arena.num_bytes + (0 if self.shadows is None else self.shadows.arena.num_bytes)
 
-    def reading(self, wait_for: Callable[[str], None] = lambda name: None) -> AbstractContextManager[None]:
-        """While packs are read: they have what the parameters hold when this begins, each once ``wait_for`` has
-        returned."""
-        return nullcontext() if self.shadows is None else self.shadows.renewing(wait_for)
+    def reading(
+        self, awaited: Collection[str] = (), wait_for: Callable[[str], None] = lambda name: None
+    ) -> AbstractContextManager[None]:
+        """While packs are read: they have what the parameters hold when this begins, the ``awaited`` once ``wait_for``
+        has returned."""
+        return nullcontext() if self.shadows is None else self.shadows.renewing(awaited, wait_for)
 
     def check_in_place(self) -> None:
         """Raises ``HarmonyError`` where somebody has given a parameter another storage since the store was opened, or

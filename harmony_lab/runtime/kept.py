@@ -90,7 +90,7 @@ class Kept:
 
     def leaves(self, state: Given) -> dict[str, Tensor]:
         """Weights for forward, whose gradients are collected in tensors that are the graph's own."""
-        self.parameters = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in state.items()}
+        self.parameters = {name: _leaf(tensor) for name, tensor in state.items()}
         return self.parameters
 
     def settle(self, layers: list[SavedLayer]) -> None:
@@ -162,6 +162,13 @@ def _over(
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     with torch.no_grad():
         return tensor.set_(storage, start // dtype.itemsize, size, stride)
+
+
+def _leaf(weight: Tensor) -> Tensor:
+    leaf = weight.detach().requires_grad_(weight.requires_grad)
+    if leaf.requires_grad:
+        leaf.grad_dtype = weight.grad_dtype  # gradients may be of another type than weights
+    return leaf
 
 
 def _empty(leaf: Tensor) -> None:

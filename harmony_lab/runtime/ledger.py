@@ -1,7 +1,7 @@
 """Ledger: every byte that is alive on one device, by tensor kind, against a hard budget."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 
@@ -16,6 +16,7 @@ __all__ = ["Account", "Ledger"]
 
 _KINDS = tuple(TensorKind)
 _POSITION = {kind: position for position, kind in enumerate(_KINDS)}
+_Change = tuple[float, int, int]
 
 
 class Ledger:
@@ -27,17 +28,17 @@ class Ledger:
         self._lock = RLock()  # re-entered where the garbage collector frees a storage in here
         self._alive = dict.fromkeys(_KINDS, 0)
         self._total = 0
-        self._origin_s = 0.0
-        self._changes: list[tuple[float, int, int]] = []
+        self._clock: Callable[[], float] = time.perf_counter
+        self._changes: list[_Change] = []
 
     @property
     def alive_bytes(self) -> int:
         return self._total
 
-    def begin(self, origin_s: float) -> None:
-        """Start a new timeline; ``origin_s`` is its zero on ``time.perf_counter``."""
+    def begin(self, clock: Callable[[], float]) -> None:
+        """Start a new timeline; ``clock`` gives the seconds since its zero."""
         with self._lock:
-            self._origin_s = origin_s
+            self._clock = clock
             self._changes = [(0.0, _POSITION[kind], count) for kind, count in self._alive.items() if count]
 
     def allocated(self, kind: TensorKind, num_bytes: int, purpose: object) -> None:
@@ -70,7 +71,27 @@ class Ledger:
     def _change(self, kind: TensorKind, change: int) -> None:
         self._alive[kind] += change
         self._total += change
-        self._changes.append((time.perf_counter() - self._origin_s, _POSITION[kind], change))
+        self._changes.append((self._clock(), _POSITION[kind], change))
+
+    @property
+    def num_changes(self) -> int:
+        """In the timeline by now."""
+        return len(self._changes)
+
+    def take_back(self, first: int) -> Sequence[_Change]:
+        """Take out of the timeline what was released since change ``first`` after all that was allocated since."""
+        with self._lock:
+            kept = len(self._changes)
+            while kept > first and self._changes[kept - 1][2] <= 0:
+                kept -= 1
+            changes, self._changes[kept:] = self._changes[kept:], []
+        return changes
+
+    def put_back(self, changes: Sequence[_Change]) -> None:
+        """Into the timeline, as of now."""
+        with self._lock:
+            now_s = self._clock()
+            self._changes += ((now_s, kind, change) for _, kind, change in changes)
 
     def timeline(self) -> MemoryTimeline:
         """What was alive when, since ``begin``."""

@@ -16,7 +16,8 @@ _Layers = tuple[int, int]
 
 
 class LeftUpdates:
-    """``gradients``: of one step, complete and on the host, by the layers of each update and the parameter's name.
+    """``gradients``: of one step, complete and on the host, by the layers of each update and the parameter's name
+    (``names``: all of them).
 
     ``scale``: what they are to be multiplied with; None: nothing.  Every update is made once, by the threads of the
     next step or by ``finish``, with the learning rates and other settings of when this was made: a scheduler may have
@@ -31,7 +32,8 @@ class LeftUpdates:
         self._settings = optimizer.settings()
         self._gradients = {layers: dict(gradients[layers]) for layers in sorted(gradients)}
         self._scale = scale
-        self._waiting = {name for named in gradients.values() for name in named}
+        self.names = frozenset(name for named in gradients.values() for name in named)
+        self._waiting = set(self.names)
         self._changed = threading.Condition()
 
     def perform(self, layers: _Layers) -> None:
@@ -71,6 +73,11 @@ class LeftUpdates:
             raise failure.error
         what = f"{failure.where}: {type(failure.error).__name__}: {failure.error}"
         raise TrainingError(f"updates stopped at {what}\n{self.describe()}") from failure.error
+
+    @property
+    def all_tried(self) -> bool:
+        """Whether every update was made, or has failed."""
+        return not self._gradients
 
     def describe(self) -> str:
         """What is wrong with them, in words; empty where nothing is."""

@@ -1,7 +1,7 @@
 """OptimizerPlaces: where the optimizer's state of each pack is, on the host or on the device that updates the pack."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -12,6 +12,7 @@ from harmony_lab.runtime.compute_memory import ComputeMemory
 from harmony_lab.runtime.device_updates import DeviceUpdates
 from harmony_lab.runtime.ledger import Ledger
 from harmony_lab.runtime.optimizer import PackOptimizer
+from harmony_lab.runtime.state_room import StateRoom
 
 __all__ = ["OptimizerPlaces"]
 
@@ -29,7 +30,7 @@ class OptimizerPlaces:
         self._optimizer = optimizer
         self._backend = backend
         self._ledgers = ledgers
-        self._held: dict[_Place, int] = {}
+        self._held: dict[_Place, StateRoom] = {}
         self._of_program: tuple[Program | None, dict[_Place, int] | None] = (None, None)
 
     @property
@@ -62,8 +63,8 @@ class OptimizerPlaces:
         """Per device, bytes held for state that the program does not know of, since it updates nothing."""
         held = [0] * len(self._ledgers)
         if self._wanted_by(program) is None:
-            for (device, _), num_bytes in self._held.items():
-                held[device] += num_bytes
+            for (device, _), room in self._held.items():
+                held[device] += room.held_bytes
         return tuple(held)
 
     def _wanted_by(self, program: Program) -> dict[_Place, int] | None:
@@ -77,35 +78,25 @@ class OptimizerPlaces:
         for place in [place for place in self._held if place not in wanted]:
             device, layers = place
             self._optimizer.move_state(layers, _ON_HOST)
-            self._ledgers[device].released(TensorKind.OPTIMIZER, self._held.pop(place))
+            self._ledgers[device].released(TensorKind.OPTIMIZER, self._held.pop(place).held_bytes)
         for place, num_bytes in wanted.items():
             device, layers = place
-            needed, held = max(num_bytes, self._optimizer.state_bytes_of(layers)), self._held.get(place, 0)
-            if needed > held:
-                self._ledgers[device].allocated(TensorKind.OPTIMIZER, needed - held, _named(layers))
-                self._held[place] = needed
+            needed = max(num_bytes, self._optimizer.state_bytes_of(layers))
+            room = self._held.setdefault(place, StateRoom())
+            if needed > room.held_bytes:
+                self._ledgers[device].allocated(TensorKind.OPTIMIZER, needed - room.held_bytes, _named(layers))
+                room.held_bytes = needed
             self._optimizer.move_state(layers, self._backend.torch_device(device))
 
     def is_complete(self, op: Op) -> bool:
         """Whether that update makes no state that is not there yet."""
-        return not self._held.get((op.device, op.layers)) or self._optimizer.has_state(op.layers)
+        room = self._held.get((op.device, op.layers))
+        return room is None or not room.held_bytes or self._optimizer.has_state(op.layers)
 
-    @contextmanager
-    def updating(self, op: Op, memory: ComputeMemory) -> Iterator[None]:
-        """Counts what the optimizer's step on a device allocates: temporaries, and state it makes, which takes the room
-        that is held for it."""
-        place, ledger = (op.device, op.layers), self._ledgers[op.device]
-        counted, held = self._optimizer.state_bytes_of(op.layers), self._held.get(place, 0)
-        ledger.released(TensorKind.OPTIMIZER, held - counted)
-        try:
-            with memory.counting():
-                yield
-        finally:
-            memory.account.close()  # what it counted of new state is counted again, as such
-            needed = max(held, self._optimizer.state_bytes_of(op.layers))
-            if needed > counted:
-                ledger.allocated(TensorKind.OPTIMIZER, needed - counted, _named(op.layers))
-            self._held[place] = needed
+    def updating(self, op: Op, memory: ComputeMemory) -> AbstractContextManager[None]:
+        """An update on a device, see ``StateRoom``."""
+        room = self._held.setdefault((op.device, op.layers), StateRoom())
+        return room.updating(op, self._ledgers[op.device], memory, lambda: self._optimizer.state_bytes_of(op.layers))
 
 
 def _places(program: Program) -> dict[_Place, int]:

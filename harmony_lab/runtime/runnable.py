@@ -8,7 +8,6 @@ from harmony_lab.errors import ProgramError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import HOST
 from harmony_lab.order import Order, all_uses, op_name, pairs
-from harmony_lab.precision import Precision
 from harmony_lab.program import OP_CODES, TENSOR_CODES, OpKind, Program, TensorKind
 from harmony_lab.runtime.device_updates import DeviceUpdates
 
@@ -51,8 +50,11 @@ def _unknown(program: Program, layers: LayerSequence) -> Iterator[str]:
         & ~leaves,
     }
     yield from (f"the runtime does not know {what}" for what, where in unknown.items() if where.any())
-    if changed.any() and layers.precision is not Precision.FP32:
-        yield f"in {layers.precision} devices have copies of the weights, which they cannot update"
+    if changed.any() and layers.has_shadows:
+        yield (
+            f"updates on devices in {layers.precision}: they have copies of the weights; with the weights themselves, "
+            "in_precision(..., shadows=False), they can"
+        )
 
 
 def _races(program: Program) -> Iterator[str]:

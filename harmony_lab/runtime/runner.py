@@ -1,11 +1,11 @@
 """Runner: trains a LayerSequence step by step, with one Program per minibatch size."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from threading import Lock
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,8 @@ from harmony_lab.errors import HarmonyError, TrainingError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.machine import Backend as DeviceKind
-from harmony_lab.program import Program
+from harmony_lab.roles import Role, roles
 from harmony_lab.runtime.backend import Backend
-from harmony_lab.runtime.buffers import check_buffers
 from harmony_lab.runtime.compute_memory import Usages
 from harmony_lab.runtime.device_memory import BlockMemories, DeviceMemory
 from harmony_lab.runtime.emulated import EmulatedBackend
@@ -28,8 +27,10 @@ from harmony_lab.runtime.left_updates import LeftUpdates
 from harmony_lab.runtime.losses import combined_totals, weight_of
 from harmony_lab.runtime.optimizer import PackOptimizer
 from harmony_lab.runtime.optimizer_places import OptimizerPlaces
+from harmony_lab.runtime.programs import Lower, Programs
 from harmony_lab.runtime.step import Minibatch, Training
 from harmony_lab.runtime.updates import GradientObserver, Updates
+from harmony_lab.runtime.virtual import OpSeconds, as_it_took
 from harmony_lab.trace import Trace
 
 __all__ = ["Evaluation", "Runner", "step_seed"]
@@ -42,20 +43,21 @@ class Evaluation(NamedTuple):
     """How a model is evaluated: its layers in eval mode, and forward-only programs for them by minibatch size."""
 
     layers: LayerSequence
-    lower: Callable[[int], Program]
+    lower: Lower
 
 
 class Runner:
     """Trains the user's own parameters with the user's own optimizer.  Close it, or use it as a context manager.
 
-    ``lower(minibatch_size)`` gives the program for a minibatch of that size; it is asked once per size.
-    ``lower_for_several``: the same for minibatches that make one step with others, whose gradients meet on the host.
-    ``lower_leaving``: for steps that leave their updates to the next (``planner.overlapping``); None: none does.
+    ``lower(minibatch_size)`` gives the program for a minibatch of that size; it is asked once per size.  ``lower_as``:
+    the same for minibatches of other roles than ``ALONE``, where they have programs of their own.  Gradients of several
+    minibatches meet on the host; without ``LEAVING`` (``planner.overlapping``) no step leaves its updates to the next.
     ``seed`` and the number of the step decide random masks (``step_seed``); ``first_step``: that of the first, for
     training that goes on.  ``chaos_seed``: see ``Executor``; then every allocation of every step is counted and freed
     memory is poisoned.  ``max_grad_norm``, ``observe``: see ``Updates``.  ``stop_on_nan``: see ``Losses``; before any
     update if programs have the edges that ``ordering.updating_after`` adds.  ``evaluation`` is asked once, when a batch
-    is first evaluated.  ``patience_s``, ``interleaves``: see ``Executor``; emulated links then take no time.  May be
+    is first evaluated.  ``patience_s``, ``interleaves``, ``op_seconds``: see ``Executor``; where ops are interleaved
+    emulated links take no time, and on a machine in virtual time (``virtual``) no wall time.  May be
     used from any thread, one step at a time, and after an error.
     """
 
@@ -64,8 +66,9 @@ class Runner:
         layers: LayerSequence,
         optimizer: torch.optim.Optimizer,
         machine: Machine,
-        lower: Callable[[int], Program],
+        lower: Lower,
         *,
+        lower_as: Mapping[Role, Lower] = MappingProxyType({}),
         seed: int = 0,
         first_step: int = 0,
         chaos_seed: int | None = None,
@@ -73,9 +76,8 @@ class Runner:
         stop_on_nan: bool = False,
         evaluation: Callable[[], Evaluation] | None = None,
         observe: GradientObserver | None = None,
-        lower_for_several: Callable[[int], Program] | None = None,
-        lower_leaving: Callable[[int], Program] | None = None,
         interleaves: bool = False,
+        op_seconds: OpSeconds = as_it_took,
         patience_s: float = math.inf,
     ) -> None:
         self.step_count = first_step
@@ -83,23 +85,21 @@ class Runner:
         self.last_norm: float | None = None
         self._sum_bytes = 0  # on the host, of gradients that were added up in the last step
         self._layers = layers
-        self._programs = _Programs(layers, lower)
-        self._of_several = _Programs(layers, lower_for_several or lower)
-        self._leaving = None if lower_leaving is None else _Programs(layers, lower_leaving)
+        self._programs = Programs(layers, lower, lower_as)
         self._left: LeftUpdates | None = None  # by the step before
         self._seed = seed
         self._max_grad_norm = max_grad_norm
         self._stop_on_nan = stop_on_nan
         self._observe = observe
         self._evaluation = evaluation
-        self._evaluating: tuple[Training, _Programs] | None = None
+        self._evaluating: tuple[Training, Programs] | None = None
         self._one_at_a_time = Lock()
         self._cancelling = Lock()
         self._under_way: Updates | None = None
         self._closed = False
         self._optimizer = PackOptimizer(optimizer, layers)
         self._chaos = chaos_seed is not None
-        backend = _backend(machine, timed=not interleaves, poisons=self._chaos)
+        backend = _backend(machine, interleaves=interleaves, chaos=self._chaos)
         layouts = Layouts(layers)
         self._store = HostStore(layers, layouts, pin=backend.pins_host_memory)
         ledgers = [Ledger(device.name, device.memory_bytes) for device in machine.devices]
@@ -114,24 +114,28 @@ class Runner:
             places=self._places,
         )
         self._executor = Executor(
-            backend, machine, chaos_seed=chaos_seed, interleaves=interleaves, patience_s=patience_s
+            backend,
+            machine,
+            chaos_seed=chaos_seed,
+            interleaves=interleaves,
+            op_seconds=op_seconds,
+            patience_s=patience_s,
         )
 
     def step(self, batch: Any, *, leave_updates: bool = False) -> float:
-        """Train on one minibatch; returns its loss.  See ``accumulate``.
+        """Train on one minibatch; returns its loss.  See ``accumulate``."""
+        return self.accumulate([batch], leave_updates=leave_updates)
 
-        ``leave_updates``: to the next step, which makes them beside its forward, or to ``finish``; until then
-        parameters and the optimizer's state are those before this step.
-        """
-        return self._step([batch], leaves=leave_updates and self._leaving is not None)
-
-    def accumulate(self, batches: Sequence[Any]) -> float:
+    def accumulate(self, batches: Sequence[Any], *, leave_updates: bool = False) -> float:
         """One update from these minibatches, as if they were one; returns its loss.
 
-        ``last_trace`` is what happened in the last of them, ``last_norm`` that of the gradients where it is limited.
+        ``leave_updates``: to the next step, whose first minibatch makes them beside its forward, or to ``finish``;
+        until then parameters and the optimizer's state are those before this step.
+        ``last_trace`` is what happened in the one that made updates, the last, or of those that leave theirs the first;
+        ``last_norm`` is that of the gradients where it is limited.
         Raises ``TrainingError``, see ``Executor.run``: buffers are then as they were before the step.
         """
-        return self._step(batches, leaves=False)
+        return self._step(batches, leaves=leave_updates and self._programs.can_leave)
 
     def finish(self) -> None:
         """Make the updates that the last step has left."""
@@ -139,9 +143,12 @@ class Runner:
             self._finish()
 
     def _finish(self) -> None:
-        left, self._left = self._left, None
-        if left is not None:
-            left.finish()
+        if self._left is not None:
+            try:
+                self._left.finish()
+            finally:
+                if self._left.all_tried:  # else an interrupt came between two of them
+                    self._left = None
 
     def _step(self, batches: Sequence[Any], *, leaves: bool) -> float:
         with self._one_at_a_time:
@@ -162,8 +169,8 @@ class Runner:
                 with self._undoing(updates, len(batches) > 1), self._reading():
                     return self._train(minibatches, updates)
             finally:
-                self._left = updates.left
                 if updates.complete:  # also where an interrupt came when all was done
+                    self._left = updates.left
                     self._optimizer.tell_scheduler()
                     self.last_norm = updates.norm
                     self.step_count += 1
@@ -189,7 +196,7 @@ class Runner:
             with self._store.reading():
                 yield
             return
-        with self._store.reading(left.wait_for):
+        with self._store.reading(left.names, left.wait_for):
             try:
                 yield
             finally:
@@ -228,14 +235,13 @@ class Runner:
     def _train(self, minibatches: Sequence[Minibatch], updates: Updates) -> float:
         losses = []
         self._sum_bytes = 0
-        for number, minibatch in enumerate(minibatches):
-            updates.last = number + 1 == len(minibatches)
+        for minibatch, role in zip(minibatches, roles(len(minibatches), leaves=updates.leaves), strict=True):
+            updates.begin(role, last=minibatch is minibatches[-1])
             self._sum_bytes = max(self._sum_bytes, updates.sum_bytes)
-            programs = self._programs if len(minibatches) == 1 else self._of_several
-            if updates.leaves and self._leaving is not None:
-                programs = self._leaving
-            program = programs.of(minibatch.sizes["batch"])
-            loss, self.last_trace = self._executor.run(program, self._training, minibatch, updates)
+            program = self._programs.of(role, minibatch.sizes["batch"])
+            loss, trace = self._executor.run(program, self._training, minibatch, updates)
+            if role is not Role.ADDING:
+                self.last_trace = trace
             losses.append(loss)
         return sum(losses)
 
@@ -251,10 +257,12 @@ class Runner:
             tensors, sizes = _flattened(training.layers, batch)
             minibatch = Minibatch(tensors=tensors, sizes=sizes, seed=step_seed(self._seed, self.step_count))
             with self._store.reading():
-                loss, self.last_trace = self._executor.run(programs.of(sizes["batch"]), training, minibatch, None)
+                loss, self.last_trace = self._executor.run(
+                    programs.of(Role.ALONE, sizes["batch"]), training, minibatch, None
+                )
             return loss
 
-    def _prepared(self, layers: LayerSequence, lower: Callable[[int], Program]) -> "tuple[Training, _Programs]":
+    def _prepared(self, layers: LayerSequence, lower: Lower) -> tuple[Training, Programs]:
         layouts = Layouts(layers)
         state = self._store.reader(layers, layouts)
         training = self._training
@@ -265,7 +273,7 @@ class Runner:
             usages=Usages(always=self._chaos),
             memory=training.memory.over(layers, layouts),
         )
-        return prepared, _Programs(layers, lower)
+        return prepared, Programs(layers, lower, {})
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
@@ -337,23 +345,6 @@ class Runner:
         return minibatches
 
 
-class _Programs:
-    """A schedule's programs by minibatch size, each made once."""
-
-    def __init__(self, layers: LayerSequence, lower: Callable[[int], Program]) -> None:
-        self._layers = layers
-        self._lower = lower
-        self._made: dict[int, Program] = {}
-
-    def of(self, minibatch_size: int) -> Program:
-        program = self._made.get(minibatch_size)
-        if program is None:
-            program = self._lower(minibatch_size)
-            check_buffers(program, self._layers)
-            self._made[minibatch_size] = program
-        return program
-
-
 def _updated(layers: LayerSequence) -> tuple[str, ...]:
     return layers.updated_buffers_of(0, len(layers))
 
@@ -375,10 +366,12 @@ def _flattened(layers: LayerSequence, batch: Any) -> tuple[dict[str, torch.Tenso
     return tensors, sizes
 
 
-def _backend(machine: Machine, *, timed: bool, poisons: bool) -> Backend:
+def _backend(machine: Machine, *, interleaves: bool, chaos: bool) -> Backend:
     kinds = {device.backend for device in machine.devices}
     if kinds == {DeviceKind.EMULATED}:
-        return EmulatedBackend(machine, timed=timed, poisons=poisons)
+        if machine.virtual_time and (chaos or interleaves):
+            raise HarmonyError("virtual time is an order of ops, chaos_seed and interleaves are others: choose one")
+        return EmulatedBackend(machine, timed=not (interleaves or machine.virtual_time), poisons=chaos)
     if kinds == {DeviceKind.CUDA}:
         from harmony_lab.runtime.accelerator import AcceleratorBackend
 

@@ -8,11 +8,12 @@ trace) is in the copies.  They are made on a thread of their own, in layer order
     compute                           | pack 0:3 | pack 3:6 |
 
 A pack is updated after its backward, so after its last swap-in: a copy made once is right for the whole step.  Where
-the step makes updates that the one before has left, each copy waits for its own.
+the step makes updates that the one before has left, each copy waits for its own; those that wait for none come first,
+as their packs come in whatever becomes of the updates.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,8 +29,12 @@ __all__ = ["Shadows"]
 
 @dataclass(slots=True)
 class _Round:
-    """How far the copies of one step are: one of its own, so that what an interrupt left behind counts for nothing."""
+    """How far the copies of one step are: one of its own, so that what an interrupt left behind counts for nothing.
 
+    ``position``: in the order in which they are made, by name.
+    """
+
+    position: Mapping[str, int]
     num_made: int = 0
     failure: BaseException | None = None
 
@@ -42,15 +47,18 @@ class Shadows:
         self._masters = masters
         self._names = [piece.name for piece in layout.pieces]
         self._copies = layout.views(self.arena.memory)
-        self._position = {name: position for position, name in enumerate(self._names)}
-        self._round = _Round()
+        self._round = _Round({})
         self._changed = threading.Condition()
         self._thread = ThreadPoolExecutor(1, "harmony-shadows", initializer=torch.get_num_threads)
 
     @contextmanager
-    def renewing(self, wait_for: Callable[[str], None] = lambda name: None) -> Iterator[None]:
-        """Make all copies anew meanwhile, each once its master is what it should be; leaving waits for the last one."""
-        self._round = _Round()
+    def renewing(
+        self, awaited: Collection[str] = (), wait_for: Callable[[str], None] = lambda name: None
+    ) -> Iterator[None]:
+        """Make all copies anew meanwhile, of the ``awaited`` each once ``wait_for`` has returned; leaving waits for the
+        last one."""
+        order = sorted(self._names, key=lambda name: name in awaited)
+        self._round = _Round({name: position for position, name in enumerate(order)})
         made = self._thread.submit(self._make, self._round, wait_for)
         try:
             yield
@@ -59,7 +67,7 @@ class Shadows:
 
     def _make(self, current: _Round, wait_for: Callable[[str], None]) -> None:
         try:
-            for name in self._names:
+            for name in current.position:
                 wait_for(name)
                 with torch.no_grad():
                     self._copies[name].copy_(self._masters[name])
@@ -74,8 +82,8 @@ class Shadows:
 
     def wait_for(self, names: Iterable[str]) -> None:
         """Until the copies of these are made."""
-        last = max((self._position[name] for name in names), default=-1)
         current = self._round
+        last = max((current.position[name] for name in names), default=-1)
         with self._changed:
             self._changed.wait_for(lambda: current.num_made > last or current.failure is not None)
             if current.failure is not None:

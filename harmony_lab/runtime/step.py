@@ -12,6 +12,7 @@ from harmony_lab.errors import ProgramError
 from harmony_lab.layers import LayerCall, LayerSequence
 from harmony_lab.machine import HOST
 from harmony_lab.program import Op, OpKind, Program, TensorKind
+from harmony_lab.roles import Role
 from harmony_lab.runtime import moves
 from harmony_lab.runtime.backend import Backend, Copy
 from harmony_lab.runtime.blocks import Blocks
@@ -101,16 +102,26 @@ class Step:
         )
         self._moved: dict[int, list[tuple[int, int, TensorKind, int]]] = {}
         for block in program.resident:
-            self._blocks.reserve(block)
+            if updates is not None and updates.role is Role.LAST and self._kinds[block] is TensorKind.GRADIENT:
+                updates.hand_over(program.blocks[block].layers, self._blocks.find(block).views)
+            else:
+                self._blocks.reserve(block)
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def perform(self, index: int, op: Op) -> None:
-        """Run one op and free what it frees.  The order of SEND and FREE is all there is to them: they are on no stream
-        of a device."""
+        """Run one op and free what it frees."""
+        self.begin(index, op)
+        self.end(op)
+
+    def begin(self, index: int, op: Op) -> None:
+        """Run one op.  The order of SEND and FREE is all there is to them: they are on no stream of a device."""
         if op.kind not in (OpKind.SEND, OpKind.FREE):
             with self._backend.running(op.device, op.stream):
                 self._perform(index, op)
+
+    def end(self, op: Op) -> None:
+        """Free what it frees."""
         for block in op.frees:
             self._blocks.free(block)
 
@@ -142,16 +153,14 @@ class Step:
     def conclude(self, success: bool) -> None:
         """Free what is left; if all ops have run, write the updated buffers.  Raises ``StepAborted`` where the step was
         cancelled in time."""
-        leaving = self._updates if success and self._updates is not None and self._updates.leaves else None
+        updates = self._updates if success else None
         try:
-            if leaving is not None:
-                leaving.progress.finish()
+            if updates is not None:
+                updates.end(self._program, self._blocks)
             if success:
                 self._buffers.apply()
-            if leaving is not None:
-                leaving.leave(self._program, self._blocks)
-            if success and self._updates is not None:
-                self._updates.complete = self._updates.last
+            if updates is not None:
+                updates.complete = updates.last
         finally:
             self._blocks.clear()
 
@@ -274,7 +283,11 @@ class Step:
 
     def _update_on_device(self, op: Op, updates: Updates) -> None:
         weights = self._state(op, TensorKind.WEIGHT)
-        gradients = [self._blocks.flat(block).views for block in self._of(op.reads, TensorKind.GRADIENT)]
+        gradients = self._gradients_to_update(op)
+        if not weights:
+            updates.look(op, gradients)
+            return
+        updates.prepare_on_device(op)
         state_block = self._one_of(op.reads, TensorKind.OPTIMIZER)
         swapped = self._swapped_state(state_block) if self._device_updates.swaps_state else None
         self._reserve(op)
@@ -288,7 +301,7 @@ class Step:
         else:
             brings = self._device_updates.brings(op.device, op.layers)
             returning = (1 if state_block is None else 2) if brings else 0
-            with swapped.updating(op, self._ledgers[op.device], memory):
+            with swapped.room.updating(op, self._ledgers[op.device], memory, lambda: swapped.num_bytes):
                 updates.perform_on_device(op, weights, gradients, swapped.states, num_returning=returning)
             if state_block is None and any(swapped.states.values()):
                 raise ProgramError(
@@ -297,6 +310,12 @@ class Step:
                 )
         if is_complete:
             self._usages.put(key, Usage(peak_bytes=memory.peak_bytes), memory)
+
+    def _gradients_to_update(self, op: Op) -> list[Mapping[str, Tensor]]:
+        """By block, that of the op's own layers first."""
+        blocks = self._of(op.reads, TensorKind.GRADIENT)
+        blocks.sort(key=lambda block: self._program.blocks[block].layers != op.layers)
+        return [self._blocks.flat(block).views for block in blocks]
 
     def _swapped_state(self, block: int | None) -> SwappedState:
         return SwappedState({}, is_complete=True) if block is None else self._blocks.optimizer_state(block)

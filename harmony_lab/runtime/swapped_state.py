@@ -1,17 +1,14 @@
 """SwappedState: the optimizer's state of what a device updates, on that device for a part of an iteration."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harmony_lab.program import Op, TensorKind
-from harmony_lab.runtime.compute_memory import ComputeMemory
-from harmony_lab.runtime.ledger import Ledger
 from harmony_lab.runtime.optimizer import PackOptimizer, tensors_in
+from harmony_lab.runtime.state_room import StateRoom
 
 __all__ = ["SwappedState", "fetched", "returning"]
 
@@ -24,13 +21,12 @@ _ON_HOST = torch.device("cpu")
 class SwappedState:
     """Content of an OPTIMIZER block.  ``states``: by the parameter's name; none before its first update.
 
-    ``is_complete``: there was state of all parameters when it was fetched.  ``held_bytes``: of the device's memory,
-    also for state that there is not yet.
+    ``is_complete``: there was state of all parameters when it was fetched.  ``room``: on the device.
     """
 
     states: dict[str, dict[str, Any]]
     is_complete: bool
-    held_bytes: int = 0
+    room: StateRoom = field(default_factory=StateRoom)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -39,22 +35,6 @@ class SwappedState:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
-
-    @contextmanager
-    def updating(self, op: Op, ledger: Ledger, memory: ComputeMemory) -> Iterator[None]:
-        """Counts what the optimizer's step allocates: temporaries, and state it makes, which takes the room held for
-        it."""
-        before = self.num_bytes
-        ledger.released(TensorKind.OPTIMIZER, self.held_bytes - before)
-        try:
-            with memory.counting():
-                yield
-        finally:
-            memory.account.close()  # what it counted of new state is counted again, as such
-            needed = max(self.held_bytes, self.num_bytes)
-            self.held_bytes = before
-            ledger.allocated(TensorKind.OPTIMIZER, needed - before, op)
-            self.held_bytes = needed
 
 
 def fetched(optimizer: PackOptimizer, layers: _Layers, device: torch.device) -> tuple[SwappedState, _Pairs]:

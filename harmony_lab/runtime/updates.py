@@ -1,17 +1,17 @@
 """Updates: a step's use of the optimizer, on the gradients that arrive on the host or that devices have."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from harmony_lab.errors import ProgramError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.places import left_gradients
 from harmony_lab.program import Op, OpKind, Program, TensorKind
+from harmony_lab.roles import Role
 from harmony_lab.runtime.blocks import Blocks
+from harmony_lab.runtime.clipping import Clipping
 from harmony_lab.runtime.left_updates import LeftUpdates
 from harmony_lab.runtime.optimizer import PackOptimizer
 from harmony_lab.runtime.progress import UpdateProgress
@@ -21,18 +21,18 @@ __all__ = ["GradientObserver", "Updates"]
 GradientObserver = Callable[[Mapping[str, Tensor]], None]
 """Told the gradients that the optimizer is about to see, a part of them at a time."""
 
-_CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
-
 
 class Updates:
-    """One step's updates.  A step of several minibatches runs a program for each: all but the ``last`` one only add
-    their gradients up, here on the host.
+    """One step's updates.  A step of several minibatches runs a program for each, which has a ``role`` (``begin``);
+    gradients are added up here, on the host.
 
     ``max_grad_norm``: all gradients together are scaled to that 2-norm at most, as ``clip_grad_norm_`` does, before the
-    first update; the program's updates then wait for all gradients (``ordering.updating_after``).
+    first update; the program's updates then wait for all gradients (``ordering.updating_after``), or, on devices, until
+    each was looked at where it is.
 
-    ``leaves``: the program's updates are those that the step ``before`` has left, if there is one; this step's own are
-    ``left`` in the end (``planner.overlapping``).
+    ``leaves``: the first program's updates are those that the step ``before`` has left, if there is one
+    (``planner.overlapping``); this step's own are ``left`` in the end.  What the first one's gradients lie in stays
+    theirs until then, so those of others are added up in it.
     """
 
     def __init__(
@@ -50,43 +50,66 @@ class Updates:
         self.complete = False  # all of the step was done, but for what it has left
         self._before = before
         self.progress = UpdateProgress()
+        self.role = Role.ALONE
         self.last = True
-        self.norm: float | None = None
         self._layers = layers
         self._optimizer = optimizer
-        self._max_grad_norm = max_grad_norm
+        self._clipping = None if max_grad_norm is None else Clipping(layers, max_grad_norm)
         self._observe = observe
         self._sums: dict[str, Tensor] = {}  # of the minibatches before
+        self._to_leave: dict[tuple[int, int], dict[str, Tensor]] = {}  # the same, by the layers of each update
         self._complete: dict[str, Tensor] | None = None  # clipped: all gradients, from the first update on
-        self._scale: Tensor | None = None
         self._to_return: dict[tuple[int, int], int] = {}  # blocks that are not on the host yet, of what devices updated
 
     @property
+    def norm(self) -> float | None:
+        """Of all gradients, where it is limited."""
+        return None if self._clipping is None else self._clipping.norm
+
+    @property
     def sum_bytes(self) -> int:
-        """Host memory of the gradients that wait for the last minibatch."""
-        return sum(tensor.nbytes for tensor in self._sums.values())
+        """Host memory of the gradients that wait for the last minibatch, but where it is that of gradients to leave."""
+        return 0 if self.leaves else sum(tensor.nbytes for tensor in self._sums.values())
+
+    def begin(self, role: Role, *, last: bool) -> None:
+        """A minibatch, which may be the last of the step."""
+        self.role, self.last = role, last
 
     def perform(self, op: Op, program: Program, blocks: Blocks) -> None:
         """Step the parameters whose first layer is among the op's, each with the sum of its gradients."""
-        if self.leaves:
+        if self.role is Role.LEAVING:
             if self._before is not None:
                 self._before.perform(op.layers)
             return
-        if not self.last:
-            for name, gradient in self._arrived(op, program, blocks).items():
-                if name in self._sums:
-                    self._sums[name].add_(gradient)
-                else:
-                    self._sums[name] = gradient.clone()
+        if self.role is Role.ADDING:
+            self._add(self._arrived(op, program, blocks))
             return
-        if self._max_grad_norm is None:
+        if self._clipping is None:
             gradients = self._gradients(op, program, blocks)
         else:
-            gradients = self._clipped(op, program, blocks, self._max_grad_norm)
+            gradients = self._clipped(op, program, blocks, self._clipping)
         if self._observe is not None:
             self._observe(gradients)
         with self.progress.updating(op.layers):
             self._optimizer.step(gradients)
+
+    def prepare_on_device(self, op: Op) -> None:
+        """Before the update.  Raises ``ProgramError`` where the program was not made for how this step updates."""
+        if self.role is Role.ADDING or self._sums:
+            raise ProgramError(
+                "this program updates on devices with the gradients of one minibatch alone: several minibatches per "
+                "update need programs of their own (baselines(..., runnable=True), Baseline.several)",
+                [str(op)],
+            )
+        if self._clipping is not None:
+            self._clipping.settle()
+
+    def look(self, op: Op, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        """At gradients on a device, before the first update.  Those of a parameter that several parts have are added up
+        in the first."""
+        gradients = self._summed(op, parts)
+        if self._clipping is not None:
+            self._clipping.look(gradients)
 
     def perform_on_device(
         self,
@@ -104,13 +127,10 @@ class Updates:
         and maybe state, count as half done until they are on the host again (``returned``); 0: what another device
         makes of the same is what the host gets.
         """
-        if not self.last or self._max_grad_norm is not None:
-            raise ProgramError(
-                "this program updates on devices, each layer as soon as its gradients are there",
-                [f"{op}: max_grad_norm and several minibatches per update need updates on the host, after all of them"],
-            )
         state = self._layers.state
         gradients = self._summed(op, parts)
+        if self._clipping is not None:
+            self._clipping.apply(gradients.values())
         if num_returning:
             if self._observe is not None:
                 self._observe({name: gradient.to("cpu") for name, gradient in gradients.items()})
@@ -126,7 +146,7 @@ class Updates:
         if not self._to_return[op.layers]:
             self.progress.end(op.layers)
 
-    def _clipped(self, op: Op, program: Program, blocks: Blocks, max_norm: float) -> dict[str, Tensor]:
+    def _clipped(self, op: Op, program: Program, blocks: Blocks, clipping: Clipping) -> dict[str, Tensor]:
         if self._complete is None:
             updates = (other for other in program.ops if other.kind is OpKind.UPDATE)
             self._complete = {
@@ -134,30 +154,47 @@ class Updates:
                 for update in updates
                 for name, gradient in self._gradients(update, program, blocks).items()
             }
-            self._scale = self._clipping(self._complete, max_norm)
+            clipping.look_at_all(self._complete)
         gradients = {name: self._complete[name] for name in self._owned(op)}
-        if self._scale is not None:
-            for gradient in gradients.values():
-                gradient.mul_(self._scale.to(gradient.dtype))
+        clipping.apply(gradients.values())
         return gradients
 
-    def _clipping(self, complete: Mapping[str, Tensor], max_norm: float) -> Tensor | None:
-        """What all gradients are to be multiplied with; None: nothing."""
-        norm = total_norm(complete, self._layers)
-        self.norm = norm.item()
-        scale = torch.clamp(max_norm / (norm + _CLIP_EPSILON), max=1.0)
-        return scale if scale.item() != 1.0 else None
+    def end(self, program: Program, blocks: Blocks) -> None:
+        """All ops of a minibatch are done.  Raises ``StepAborted`` where the step was cancelled before it was the last.
 
-    def leave(self, program: Program, blocks: Blocks) -> None:
-        """In the end, when the step cannot be cancelled any more: keep the gradients for the next step's updates."""
+        A step that leaves its updates cannot be cancelled from then on.
+        """
+        if self.role is Role.LEAVING:
+            self._hold(program, blocks)
+        elif self.role is Role.ADDING:  # where devices update
+            for index in left_gradients(program):
+                self._add(blocks.flat(index).views)
+        if self.leaves and self.last:
+            self.progress.finish()
+            if self._clipping is not None:
+                self._clipping.look_at_all(self._sums)
+            scale = None if self._clipping is None else self._clipping.scale
+            self.left = LeftUpdates(self._optimizer, self._to_leave, scale)
+
+    def _add(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            if name in self._sums:
+                self._sums[name].add_(gradient)
+            else:
+                self._sums[name] = gradient.clone()
+
+    def hand_over(self, layers: tuple[int, int], views: Mapping[str, Tensor]) -> None:
+        """Give the last minibatch, for a device to add to, the sums of parameters whose first layer is among these."""
+        for name, view in views.items():
+            if name in self._sums and layers[0] <= min(self._layers.state[name].layers):
+                view.copy_(self._sums.pop(name))
+
+    def _hold(self, program: Program, blocks: Blocks) -> None:
+        """Keep the gradients, for others to be added to and for the next step's updates."""
         parts = [blocks.hand_over(index).views for index in left_gradients(program)]
         updates = [op for op in program.ops if op.kind is OpKind.UPDATE]
-        gradients = {op.layers: self._summed(op, parts) for op in updates}
-        scale = None
-        if self._max_grad_norm is not None:
-            complete = {name: gradient for named in gradients.values() for name, gradient in named.items()}
-            scale = self._clipping(complete, self._max_grad_norm)
-        self.left = LeftUpdates(self._optimizer, gradients, scale)
+        self._to_leave = {op.layers: self._summed(op, parts) for op in updates}
+        self._sums = {name: gradient for named in self._to_leave.values() for name, gradient in named.items()}
 
     def describe(self) -> str:
         """What has become of the weights, in words."""
@@ -194,11 +231,3 @@ class Updates:
         state = self._layers.state
         names = self._layers.parameters_of(*op.layers)
         return [name for name in names if state[name].trainable and op.layers[0] <= min(state[name].layers)]
-
-
-def total_norm(gradients: Mapping[str, Tensor], layers: LayerSequence) -> Tensor:
-    """Their 2-norm, taken together, in the model's order of parameters: to the bit what ``clip_grad_norm_`` finds."""
-    order = {name: number for number, (name, _) in enumerate(layers.model.named_parameters())}
-    names = sorted(gradients, key=lambda name: order.get(name, math.inf))
-    norm: Tensor = torch.nn.utils.get_total_norm([gradients[name] for name in names])
-    return norm

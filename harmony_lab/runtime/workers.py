@@ -6,7 +6,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -72,6 +73,10 @@ class Job:
         """Start and end of every op."""
         return np.array(self._starts_s), np.array(self._ends_s)
 
+    def elapsed_s(self) -> float:
+        """Since the job began."""
+        return time.perf_counter() - self.origin_s
+
     @property
     def num_ended(self) -> int:
         """Ops that have ended by now."""
@@ -102,7 +107,10 @@ class Job:
             gate.release()
 
     def work(self, key: Key) -> None:
-        """Run the ops of one queue, in that queue's thread."""
+        """Run the ops of one queue, in that queue's thread; once, however often that is asked for."""
+        with self._lock:
+            if key not in self._unfinished:
+                return
         at: int | None = None
         try:
             rng = None if self._chaos is None else random.Random(f"{self._chaos}/{key}")
@@ -121,26 +129,15 @@ class Job:
             self._fail("the end of the step" if at is None else f"op {at}, {self.program.ops[at]}", error)
         self._leave(key)
 
-    def interleave(self, rng: random.Random) -> None:
-        """Run every op in this thread, one at a time, in one of the orders that the program's edges allow.
-
-        Some queues are favoured, so that they run as far ahead as nothing holds them up.
-        """
-        queues = {key: deque(queue) for key, queue in self.queues.items()}
-        favour = {key: rng.random() for key in queues}
-        passive, at = self._ready(), None
+    def work_alone(self, rng: random.Random) -> None:
+        """Run every op in this thread, one at a time, in an order that the program's edges allow."""
+        at: int | None = None
         try:
-            while passive or queues:
-                heads = [key for key, queue in queues.items() if not self._counts[queue[0]]]
-                assert passive or heads, "every op that is left waits for another"
-                if passive and (not heads or rng.random() < 0.5):
-                    at = passive.pop(rng.randrange(len(passive)))
-                else:
-                    key = max(heads, key=favour.__getitem__) if rng.random() < 0.5 else rng.choice(heads)
-                    at = queues[key].popleft()
-                    if not queues[key]:
-                        del queues[key]
-                passive += self._run(at, None)
+            with closing(self._one_by_one(rng)) as ops:
+                for index in ops:
+                    at = index
+                    if self._aborted.is_set():
+                        break
         except StepAborted:
             self.abort()
         except BaseException as error:
@@ -150,6 +147,27 @@ class Job:
         finally:
             for key in self.queues:
                 self._leave(key)
+
+    def _one_by_one(self, rng: random.Random) -> Generator[int, None, None]:
+        """Runs every op, in a random order; tells of each before it does.
+
+        Some queues are favoured, so that they run as far ahead as nothing holds them up.
+        """
+        queues = {key: deque(queue) for key, queue in self.queues.items()}
+        favour = {key: rng.random() for key in queues}
+        passive = self._ready()
+        while passive or queues:
+            heads = [key for key, queue in queues.items() if not self._counts[queue[0]]]
+            assert passive or heads, "every op that is left waits for another"
+            if passive and (not heads or rng.random() < 0.5):
+                at = passive.pop(rng.randrange(len(passive)))
+            else:
+                key = max(heads, key=favour.__getitem__) if rng.random() < 0.5 else rng.choice(heads)
+                at = queues[key].popleft()
+                if not queues[key]:
+                    del queues[key]
+            yield at
+            passive += self._run(at, None)
 
     def _ready(self) -> list[int]:
         """The passive ops that wait for nothing, once."""
@@ -166,10 +184,10 @@ class Job:
 
     def _run(self, index: int, rng: random.Random | None) -> list[int]:
         """Do one op; returns the passive ops that waited for it alone."""
-        self._starts_s[index] = time.perf_counter() - self.origin_s
+        self._starts_s[index] = self.elapsed_s()
         self._perform(index, self.program.ops[index])
         self._delay(rng)
-        self._ends_s[index] = time.perf_counter() - self.origin_s
+        self._ends_s[index] = self.elapsed_s()
         passive, counts, keys = [], self._counts, self._waits.keys
         with self._lock:
             self._ended[index] = True
@@ -267,15 +285,16 @@ class Workers:
                 if checks * _INTERRUPT_CHECK_S > patience_s:
                     raise TrainingError(f"no op has ended for {patience_s} s:\n{job.standstill()}")
         except BaseException:
-            job.abort()
             self._drain(job, pending)
             raise
 
     def _drain(self, job: Job, pending: list[Key]) -> None:
-        for key in pending:
-            self._inboxes[key].put(job)
+        """``pending``: whose threads may not have the job yet; it may have been given to the last of them."""
         while not job.finished.is_set():
             try:
+                job.abort()
+                for key in pending:
+                    self._inboxes[key].put(job)
                 job.finished.wait()
             except KeyboardInterrupt:
                 continue  # asked for already

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from harmony_lab.compiled import Floats, Ints, compiled
-from harmony_lab.costs import Emulation, Profile
+from harmony_lab.costs import Profile
+from harmony_lab.emulation import Emulation, computing_s, moving_s
 from harmony_lab.machine import HOST, Backend, Machine
 from harmony_lab.program import (
     OP_CODES,
@@ -46,7 +47,7 @@ def work_of(program: Program, profile: Profile, machine: Machine) -> Work:
     ops, blocks = program.op_columns, program.block_columns
     count = len(ops.kind)
     seconds = _seconds(program, profile)
-    _set_device_updates(program, machine, seconds)
+    _set_device_updates(program, profile, machine, seconds)
     route_end, resource, latency_s, capacity = _routes(machine)
     core_route = len(route_end) - 1
     size = machine.num_devices + 1
@@ -56,8 +57,10 @@ def work_of(program: Program, profile: Profile, machine: Machine) -> Work:
     tail_s += _release_s(program, machine)
 
     threads = _threads(ops, machine)
+    if profile.emulation is not None and machine.virtual_time:
+        seconds[ops.kind <= _UPDATE] += profile.emulation.alone_s
     on_cores_s = seconds.copy()
-    if profile.emulation is not None:
+    if profile.emulation is not None and not machine.virtual_time:
         _add_emulation(profile.emulation, ops, machine, (op, num_bytes), on_cores_s, threads, tail_s)
     on_cores = np.flatnonzero(threads)
     op, route, amount = (
@@ -74,8 +77,8 @@ def work_of(program: Program, profile: Profile, machine: Machine) -> Work:
 
 
 def _threads(ops: OpColumns, machine: Machine) -> Floats:
-    """Host cores that each op works on: updates, and the computing of emulated devices; 0: none."""
-    emulated = [device.backend is Backend.EMULATED for device in machine.devices]
+    """Host cores that each op works on: updates, and what emulated devices compute unless in virtual time; 0: none."""
+    emulated = [device.backend is Backend.EMULATED and not machine.virtual_time for device in machine.devices]
     of_device = [d.compute_threads if e else 0 for d, e in zip(machine.devices, emulated, strict=True)]
     computing = np.array([*of_device, 0], dtype=np.float64)[ops.device]  # the host, -1, is the last
     threads: Floats = np.where(ops.kind <= _UPDATE, computing, 0.0)
@@ -101,10 +104,10 @@ def _add_emulation(
     copied = np.zeros(len(ops.kind))
     np.add.at(copied, op, num_bytes)
     moves = emulated & np.isin(ops.kind, (_SWAP_IN, _SWAP_OUT, _RECV, _ALL_REDUCE))
-    on_cores_s[moves] = emulation.transfer_s + copied[moves] / emulation.copied_bytes_per_s
+    on_cores_s[moves] = moving_s(emulation, copied[moves])
     threads[moves] = 1.0
     works = emulated & (ops.kind <= _UPDATE)
-    on_cores_s[works] = emulation.kernels_slowed * on_cores_s[works] + emulation.compute_s
+    on_cores_s[works] = computing_s(emulation, on_cores_s[works])
     tail_s[moves | works] += emulation.waking_s
 
 
@@ -157,9 +160,9 @@ def _profiled_seconds(profile: Profile, kind: int, start: int, stop: int, size: 
     return sum(profile.forward_cost(layer, size).forward_s for layer in layers)
 
 
-def _set_device_updates(program: Program, machine: Machine, seconds: Floats) -> None:
+def _set_device_updates(program: Program, profile: Profile, machine: Machine, seconds: Floats) -> None:
     """Updates on a device read and write weights and optimizer state and read gradients, as fast as its memory is; on
-    one of unknown speed they take as long as on the host."""
+    one of unknown speed they take as long as on the host, those that only look at gradients their share of it."""
     ops, blocks = program.op_columns, program.block_columns
     reader = np.repeat(np.arange(len(ops.kind)), np.diff(ops.reads_end, prepend=0))
     mine = (ops.kind[reader] == _UPDATE) & (ops.device[reader] != HOST)
@@ -170,6 +173,13 @@ def _set_device_updates(program: Program, machine: Machine, seconds: Floats) -> 
     np.add.at(taken, reader, times * blocks.num_bytes[block] / rates[ops.device[reader]])
     known = np.isfinite(taken) & (taken > 0)
     seconds[known] = taken[known]
+    looks = np.isnan(taken)
+    looks[reader[times == 2]] = False
+    for op in np.flatnonzero(looks).tolist():
+        layers = profile.layers[int(ops.start[op]) : int(ops.stop[op])]
+        looked = sum(layer.gradient_bytes for layer in layers)
+        changed = sum(layer.parameter_bytes + layer.optimizer_state_bytes for layer in layers)
+        seconds[op] *= looked / (looked + 2 * changed)
 
 
 # -- flows ------------------------------------------------------------------------------------------------------------

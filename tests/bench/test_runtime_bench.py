@@ -24,6 +24,7 @@ def test_runtime_reports_every_ratio_and_runs_the_chaos_plans_asked_for(tmp_path
     overlaps = ("overlap_ratio", "predicted_overlap_ratio", "overlap_ratio_busier_way", "overlap_ratio_every_phase")
     assert all(found[name] > 0 for name in (*ratios, *overlaps, "predicted_speedup_pp"))
     assert found["speedup_two_processes"] > 0
+    assert found["resume_step_ratio"] > 0
     assert (found["chaos_plans"], found["chaos_failures"]) == (2, 0)
     runtime.to_json(found, tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())["overheads"].keys() == {"tiny"}
@@ -52,8 +53,11 @@ def test_prediction_reports_a_row_per_mode_and_link_with_exact_swap_bytes(tmp_pa
         assert all(m <= p for m, p in zip(measured, predicted, strict=True))
         assert row["error"] == pytest.approx(abs(row["measured_s"] / row["predicted_s"] - 1))
         assert row["streams"]["d1.compute"]["measured_s"] > 0
+        assert row["virtual_streams"]["d1.compute"]["measured_s"] <= row["virtual_measured_s"]
     assert found["worst_error"] == max(row["error"] for row in found["rows"])
     assert 0 <= found["median_stream_error"] <= found["worst_stream_error"]
+    assert found["virtual_worst_error"] == max(row["virtual_error"] for row in found["rows"])
+    assert 0 <= found["virtual_median_stream_error"] <= found["virtual_worst_stream_error"]
     prediction.to_json(found, tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())["rows"]
 

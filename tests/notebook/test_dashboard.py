@@ -16,7 +16,7 @@ from harmony_lab.notebook.dashboard import Dashboard
 from harmony_lab.notebook.plot import Plot, _carried
 from harmony_lab.notebook.requests import Requests
 from harmony_lab.planner.baselines import BASELINES, baselines
-from harmony_lab.units import format_bytes, format_seconds
+from harmony_lab.units import format_bytes, format_change, format_seconds
 
 PATIENCE_S = 60
 
@@ -105,7 +105,7 @@ def test_a_knob_changes_the_plan_the_figures_and_the_deltas(dashboard):
     assert dashboard.knobs.text.value == str(lab.plan)
     assert [plot.figure for plot in (dashboard.pictures.timeline, dashboard.pictures.memory)] != before
     change = lab.predicted.makespan_s / lab.result.candidates[0].step_s - 1
-    assert f"{change:+.1%}".replace("%", " %").replace("-", "−") in dashboard.figures.value
+    assert format_change(change) in dashboard.figures.value
     assert dashboard.table.selected == 0  # the reference stays
 
 

@@ -51,6 +51,7 @@ class Kernel:
     def __init__(self, client: Any) -> None:
         self._client = client
         self.states: dict[str, dict[str, Any]] = {}
+        self._figures: dict[str, bytes] = {}
 
     def __call__(self, code: str, cell: str | None = None) -> str:
         """Run a cell, by an id if one is given; returns what it printed."""
@@ -90,8 +91,7 @@ class Kernel:
     @property
     def figures(self) -> list[str]:
         """What is drawn, as JSON."""
-        packed = [state["packed"] for state in self.states.values() if state.get("packed")]
-        return [zlib.decompress(figure).decode() for figure in packed]
+        return [zlib.decompress(figure).decode() for figure in self._figures.values()]
 
     def _send(self, kind: str, content: dict[str, Any], **parts: Any) -> str:
         message = self._client.session.msg(kind, content, **parts)
@@ -109,6 +109,8 @@ class Kernel:
             state |= content["data"]["state"]
             paths = content["data"].get("buffer_paths", [])
             state |= {path[0]: bytes(buffer) for path, buffer in zip(paths, message["buffers"], strict=True)}
+        elif message["msg_type"] == "comm_msg" and content["data"].get("content") == {"figure": True}:
+            self._figures[content["comm_id"]] = bytes(message["buffers"][0])
         return message
 
 

@@ -150,6 +150,14 @@ def test_commands_names_and_options_are_completed(shell):
     assert completions(shell, "%harmony launch --st") & {"--steps", "steps"}
 
 
+def test_machines_and_what_options_take_are_completed(shell):
+    shell.user_ns["four_cards"] = hl.Machine.preset("4x4090")
+    assert {"4x4090", "4x3090"} <= completions(shell, "%harmony lab net first --machine 4x")
+    assert completions(shell, "%harmony machine 2x40") == {"2x4070", "2x4080", "2x4090"}
+    assert {"4090", "four_cards"} <= completions(shell, "%harmony profile net first --machine ")
+    assert {"fp32", "bf16"} <= completions(shell, "%harmony lab net first --precision ")
+
+
 def test_a_machine_is_described_by_preset_or_options(shell):
     assert harmony(shell, "machine 4x4090, pcie4 x8 behind 2 switches").num_devices == 4
     described = harmony(shell, "machine --devices 3 --memory 8MiB")
@@ -157,6 +165,8 @@ def test_a_machine_is_described_by_preset_or_options(shell):
     measured = harmony(shell, "machine --measure --devices 1 --memory 1MiB")
     assert measured.rate(-1, 0) > 0
     assert measured.machine.budgets == (2**20,)
+    assert len(repr(measured).splitlines()) == 1 + len(measured.rates)
+    assert "host → emu0" in repr(measured)
 
 
 def test_a_lab_for_a_preset_machine(shell, lab, batches):
@@ -306,7 +316,7 @@ def test_an_error_in_a_traced_cell_is_the_users_with_its_lines(shell):
 
 
 def test_a_traced_launch_that_fails_is_told_in_one_line(shell, lab, batches):
-    shell.user_ns.update(lab=lab, batches=[(batches[0][0], None)])
+    shell.user_ns.update(lab=lab, batches=iter([(batches[0][0], None)]))
     with pytest.raises(UsageError, match="training stopped in step 1 of 3") as caught:
         shell.run_cell_magic("harmony", "trace", "lab.launch(batches, 3)")
     assert len(str(caught.value).splitlines()) == 1

@@ -9,12 +9,12 @@ import pytest
 import toy_profiles as toys
 
 from harmony_lab.costs import Profile
-from harmony_lab.machine import Machine
+from harmony_lab.machine import HOST, Machine
 from harmony_lab.planner import paging
-from harmony_lab.planner.baseline_programs import Needs, in_memory_program, paged_program, pipeline_units
+from harmony_lab.planner.baseline_programs import Iteration, Needs, in_memory_program, paged_program, pipeline_units
 from harmony_lab.planner.baseline_tables import LayerTables
 from harmony_lab.planner.baselines import BASELINES, Baseline, baselines
-from harmony_lab.planner.check import check
+from harmony_lab.planner.check import check, peak_bytes
 from harmony_lab.planner.codes import FORWARD, WEIGHT
 from harmony_lab.planner.emit import FULL, STATUS, columns, construction, emit, free, read, wait, write
 from harmony_lab.planner.pack import PackCosts, partitions
@@ -31,16 +31,29 @@ def stateless(num_layers: int, **fields: object) -> Profile:
     return replace(profile, layers=tuple(replace(layer, optimizer_state_bytes=0) for layer in profile.layers))
 
 
-def paged(profile: Profile, machine: Machine, minibatch: int, size: int, *, order: str, recomputes: bool) -> Program:
+def iteration(profile: Profile, machine: Machine, minibatch: int, size: int, **fields: object) -> Iteration:
     tables = LayerTables(profile, PackCosts(profile))
-    stages, units = (), None
+    fields = {"recomputes": False, **fields}
+    return Iteration(tables=tables, machine=machine, minibatch_size=minibatch, size=size, **fields)
+
+
+def paged(
+    profile: Profile,
+    machine: Machine,
+    minibatch: int,
+    size: int,
+    *,
+    order: str = "dp",
+    recomputes: bool = False,
+    clips: bool = False,
+) -> Program:
+    given = iteration(profile, machine, minibatch, size, recomputes=recomputes, clips=clips)
     if order != "dp":
-        count = machine.num_devices
-        stages = partitions(tables.costs, 0, len(profile), size, forward=False, budget_bytes=None, counts=(count,))[
-            count
-        ]
-        units = pipeline_units(tables.costs, stages, minibatch, size, gpipe=order == "gpipe")
-    program = paged_program(tables, machine, minibatch, size, recomputes, stages, units)
+        count, costs = machine.num_devices, given.tables.costs
+        found = partitions(costs, 0, len(profile), size, forward=False, budget_bytes=None, counts=(count,))
+        units = pipeline_units(costs, found[count], minibatch, size, gpipe=order == "gpipe")
+        given = replace(given, stages=found[count], units=units)
+    program = paged_program(given)
     assert isinstance(program, Program)
     check(program)
     return program
@@ -124,17 +137,26 @@ def test_with_enough_memory_nothing_is_swapped_but_the_batch_and_the_loss(name: 
 def test_in_memory_counts_weights_gradients_state_and_what_is_saved() -> None:
     num_layers, size = 4, 2
     profile, machine = toys.profile(num_layers), toys.gpus(1, memory_bytes=10**9)
-    tables = LayerTables(profile, PackCosts(profile))
-    program = in_memory_program(tables, machine, size, size, False, (), None)
+    program = in_memory_program(iteration(profile, machine, size, size))
     assert isinstance(program, Program)
     check(program)
     (peak,) = run(program, profile, machine).peak_bytes
     state = num_layers * 4 * WEIGHTS
     assert state < peak < state + profile.activation_bytes(size) + 40_000  # of workspace
     short = toys.gpus(1, memory_bytes=peak - 1)
-    lacking = in_memory_program(tables, short, size, size, False, (), None)
+    lacking = in_memory_program(iteration(profile, short, size, size))
     assert isinstance(lacking, Needs)
     assert lacking.num_bytes >= peak
+
+
+def test_clipping_fetches_every_gradient_once_more() -> None:
+    """Of the first layer both are on the device after backward, and without looks when it is updated."""
+    num_layers, profile, machine = 4, stateless(4), toys.gpus(1, memory_bytes=TWO_LAYERS)
+    moved = [run(paged(profile, machine, 8, 8, clips=clips), profile, machine).moved_bytes for clips in (False, True)]
+    more = {way: moved[1][way] - moved[0][way] for way in moved[1] if moved[1][way] != moved[0][way]}
+    out, back = (0, HOST), (HOST, 0)
+    gradients = {(*out, TensorKind.GRADIENT): WEIGHTS, (*back, TensorKind.GRADIENT): num_layers * WEIGHTS}
+    assert more == {**gradients, (*back, TensorKind.WEIGHT): WEIGHTS}
 
 
 # -- always -----------------------------------------------------------------------------------------------------------
@@ -156,9 +178,13 @@ def random_case(rng: random.Random) -> tuple[Profile, Machine, int]:
 @pytest.mark.parametrize("seed", range(12))
 def test_every_baselines_program_is_valid_within_budgets_and_not_faster_than_its_work(seed: int) -> None:
     profile, machine, minibatch = random_case(random.Random(seed))
-    found = baselines(profile, machine, minibatch)
+    clipped = seed % 3 == 0
+    found = baselines(profile, machine, minibatch, clipped=clipped)
     assert [baseline.name for baseline in found] == list(BASELINES)
-    runnable = baselines(profile, machine, minibatch, runnable=True)
+    runnable = baselines(profile, machine, minibatch, runnable=True, clipped=clipped)
+    for program in (one for baseline in runnable for one in baseline.several.values()):
+        check(program)
+        assert all(peak <= machine.budgets[0] for peak in peak_bytes(program))
     assert not any(baseline.program.resident for baseline in runnable if baseline.fits)
     for baseline in (*found, *runnable):
         assert baseline.fits != bool(baseline.reason)

@@ -18,6 +18,7 @@ from harmony_lab.planner.lower import lower
 from harmony_lab.planner.result import Candidate, SearchResult
 from harmony_lab.program import OpKind
 from harmony_lab.simulator.engine import run
+from harmony_lab.units import format_change
 
 PROFILE, MACHINE = toys.profile(8, overhead_s=0.002), toys.gpus(2)
 AMPLE = toys.gpus(1, memory_bytes=10**9)
@@ -267,7 +268,7 @@ def test_the_table_has_every_switch_within_eighty_columns() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
     for row in found.rows:
         assert row.switch in text
-        assert f"{row.loss:+.1%}" in text
+        assert format_change(row.loss) in text
         assert f"<th>{row.switch}</th>" in found._repr_html_()
     assert list(frame.switch) == [row.switch for row in found.rows]
     assert Plan.parse(frame.plan[1]) == found.rows[1].plan

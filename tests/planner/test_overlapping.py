@@ -9,6 +9,7 @@ import toy_profiles as toys
 from harmony_lab.errors import PlanError, ProgramError
 from harmony_lab.plan import Plan
 from harmony_lab.planner.check import check, peak_bytes
+from harmony_lab.planner.explain_waiting import waiting_for_gradients
 from harmony_lab.planner.lower import lower
 from harmony_lab.planner.search import Switches, search
 from harmony_lab.program import OpKind, Program, TensorKind
@@ -58,6 +59,16 @@ def test_a_pack_comes_in_once_its_update_is_made_and_others_are_made_meanwhile()
     np.testing.assert_allclose(starts, trace.end_s[updates])
     waiting = updating_after(lower(PLAN.with_(overlapped_update=False), profile, MACHINE), all_gradients=True)
     assert trace.makespan_s < makespan_s(waiting, profile, MACHINE) - 0.1
+
+
+def test_waiting_costs_what_it_does_once_per_update() -> None:
+    profile = toys.profile(6, update_s=0.05)
+    just_in_time = PLAN.with_(overlapped_update=False, just_in_time_update=True)
+    waits_s, other_s = (makespan_s(lower(plan, profile, MACHINE), profile, MACHINE) for plan in (PLAN, just_in_time))
+    told = [waiting_for_gradients(PLAN, waits_s, PLAN, profile, MACHINE, count) for count in (1, 4)]
+    assert f"{format_seconds(waits_s)} a step instead of" in told[0]
+    assert f"{format_seconds(waits_s + 3 * other_s)} a step of 4 minibatches instead of" in told[1]
+    assert told[1].endswith(f"{(waits_s - other_s) / (4 * other_s):+.1%}")
 
 
 def test_weights_that_come_in_before_they_are_updated_are_found() -> None:

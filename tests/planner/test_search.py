@@ -11,7 +11,7 @@ from harmony_lab.costs import ForwardCost
 from harmony_lab.errors import PlanDoesNotFitError, PlanError
 from harmony_lab.hardware import pairs_joined
 from harmony_lab.plan import Mode, Plan
-from harmony_lab.planner.bounds import candidate_bound
+from harmony_lab.planner.bounds import candidate_bound, problem_bound
 from harmony_lab.planner.candidates import Candidates
 from harmony_lab.planner.check import check
 from harmony_lab.planner.lower import lower
@@ -98,6 +98,13 @@ def test_bounds_and_forecasts_count_what_goes_in_and_out_of_the_hosts_memory() -
     shared = Candidates(PackCosts(profile), slow, 16, Mode.PP, prefetch=1, peers=True, budget_bytes=12_000_000).setting
     assert (free.down, free.up) == (1e9 / 4, 1e9 / 4)
     assert (shared.down, shared.up) == pytest.approx((rate / 4 * 2 / 3, rate / 4 / 3))
+
+
+def test_bounds_know_that_gradients_leave_after_all_weights_have_come() -> None:
+    profile, rate = toys.profile(8), 1e6
+    moved_bytes = profile.weight_bytes(0, 8) + profile.gradient_bytes(0, 8)
+    bound = problem_bound(PackCosts(profile), toys.gpus(2, memory_bytes=12_000_000, link=rate), 4)
+    assert bound == pytest.approx(moved_bytes / rate)
 
 
 def test_forecasts_know_which_devices_have_a_bridge() -> None:

@@ -7,8 +7,9 @@ import torch
 import toy_profiles as toys
 from small_layers import mlp
 
-from harmony_lab.costs import Emulation, Profile
-from harmony_lab.machine import Machine
+from harmony_lab.costs import Profile
+from harmony_lab.emulation import Emulation
+from harmony_lab.machine import HOST, Machine
 from harmony_lab.plan import Plan
 from harmony_lab.planner.lower import lower
 from harmony_lab.profiler import emulation
@@ -18,6 +19,7 @@ from harmony_lab.simulator.engine import run
 from harmony_lab.trace import Trace
 
 EMULATION = Emulation(compute_s=0.002, transfer_s=0.003, waking_s=0.0005, copied_bytes_per_s=1e9, kernels_slowed=1.5)
+COMPUTING = (OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD)
 PLAN = Plan.parse("pp minibatch=2 forward=2[] backward=2[0:4] devices=0")
 
 
@@ -25,6 +27,7 @@ def test_a_profile_of_emulated_devices_knows_what_running_them_adds() -> None:
     found = profile(mlp(), Machine.emulated(2), microbatch_sizes=(2,), trials=1, cache=False)
     assert found.emulation is not None
     assert found.emulation.compute_s >= 0
+    assert found.emulation.alone_s >= 0
     assert min(found.emulation.transfer_s, found.emulation.waking_s, found.emulation.copied_bytes_per_s) > 0
     assert Profile.from_json(found.to_json()) == found
     assert Profile.from_json({**found.to_json(), "emulation": None}).emulation is None
@@ -51,6 +54,21 @@ def test_ops_of_emulated_devices_take_their_part_of_a_core_too() -> None:
             assert after == pytest.approx(max(before, copied_s) + 0.0005), op
         else:
             assert after == pytest.approx(1.5 * before + 0.002 + 0.0005), op
+
+
+def test_in_virtual_time_no_device_waits_for_the_cores_of_another() -> None:
+    real_time = Machine.emulated(4, memory="1GiB", link=1e8)
+    enough = replace(real_time, host=replace(real_time.host, num_cores=16))
+    costs = toys.profile(4)
+    program = lower(PLAN.with_(mode="dp", minibatch_size=8, devices=(0, 1, 2, 3)), costs, enough)
+    plain = run(program, costs, enough)
+    one_core = replace(real_time, virtual_time=True, host=replace(real_time.host, num_cores=1))
+    virtual = run(program, replace(costs, emulation=EMULATION._replace(alone_s=0.001)), one_core)
+    computing = [number for number, op in enumerate(program.ops) if op.device != HOST and op.kind in COMPUTING]
+    assert {program.ops[number].device for number in computing} == {0, 1, 2, 3}
+    for number in computing:
+        before, after = (trace.end_s[number] - trace.start_s[number] for trace in (plain, virtual))
+        assert after == pytest.approx(before + 0.001)
 
 
 def test_real_devices_are_simulated_without() -> None:

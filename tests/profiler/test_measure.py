@@ -377,9 +377,9 @@ def test_a_disturbed_measurement_is_readable_and_says_what_to_do() -> None:
     disturbed = replace(measured, layers=(first, *measured.layers[1:]))
     assert f"1 of {len(measured)} layers" in disturbed.unsteady
     assert "measure(cache=False)" in disturbed._repr_html_()
-    assert "<td>over 100 %</td>" in disturbed._repr_html_()
+    assert "<td>over 100%</td>" in disturbed._repr_html_()
     assert Profile.from_json(json.loads(json.dumps(measured.to_json()))) == measured
-    assert " %" in measured._repr_html_()
+    assert "<td>10%</td>" in measured._repr_html_()
 
 
 def test_the_spread_is_half_the_range_over_the_median() -> None:

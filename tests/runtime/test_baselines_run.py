@@ -16,7 +16,7 @@ from harmony_lab.costs import Profile
 from harmony_lab.errors import ProgramError, TrainingError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import HOST, Machine
-from harmony_lab.planner.baseline_programs import Needs, pipeline_units, runnable_program
+from harmony_lab.planner.baseline_programs import Iteration, Needs, pipeline_units, runnable_program
 from harmony_lab.planner.baseline_tables import LayerTables
 from harmony_lab.planner.baselines import BASELINES, baselines
 from harmony_lab.planner.check import check, peak_bytes
@@ -24,32 +24,54 @@ from harmony_lab.planner.pack import PackCosts, partitions
 from harmony_lab.precision import Precision
 from harmony_lab.profiler.decompose import decompose
 from harmony_lab.profiler.measure import profile
+from harmony_lab.profiler.precision import in_precision
 from harmony_lab.profiler.randomness import reproducible_randomness
 from harmony_lab.program import OpKind, Program, TensorKind
+from harmony_lab.roles import Role
+from harmony_lab.runtime.runnable import require_runnable
 from harmony_lab.runtime.runner import Runner, step_seed
 from harmony_lab.simulator.engine import run
+from harmony_lab.trace import Trace
 
 MINIBATCH, SIZE = 32, 8
 
 
 def batch_of(name: str, seed: int) -> Any:
-    return (
-        models.gpt2_batch(MINIBATCH, length=4, seed=seed) if name == "gpt2" else models.mlp_batch(MINIBATCH, seed=seed)
-    )
+    if name == "batchnorm":
+        return models.mlp_batch(MINIBATCH, seed=seed)
+    return models.gpt2_batch(MINIBATCH, length=4, seed=seed)
 
 
 @cache
 def subject(name: str) -> tuple[LayerSequence, Profile]:
     """GPT-2 has a parameter that its first and last layer share, and dropout."""
     torch.manual_seed(0)
-    model = models.gpt2(layers=2, dropout=0.1) if name == "gpt2" else normalizing()
-    loss = () if name == "gpt2" else (nn.CrossEntropyLoss(),)
+    model = normalizing() if name == "batchnorm" else models.gpt2(layers=2, dropout=0.1)
+    loss = (nn.CrossEntropyLoss(),) if name == "batchnorm" else ()
     layers = decompose(model, batch_of(name, 0), *loss)
-    return layers, profile(layers, machine(1), adam(model), microbatch_sizes=(4, 8, 16), trials=1)
+    if name == "gpt2 in bf16":
+        layers = in_precision(layers, Precision.BF16, shadows=False)
+    return layers, timeless(profile(layers, machine(1), adam(model), microbatch_sizes=(4, 8, 16), trials=1))
+
+
+def timeless(measured: Profile) -> Profile:
+    """With seconds that are the same on any machine: pipelines are cut by them."""
+    return replace(
+        measured,
+        layers=tuple(
+            replace(
+                layer,
+                costs=tuple(cost._replace(forward_s=1e-4, recompute_s=1e-4, backward_s=2e-4) for cost in layer.costs),
+            )
+            for layer in measured.layers
+        ),
+    )
 
 
 def normalizing() -> nn.Module:
+    """The second and third layer share a parameter."""
     parts = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU()) for _ in range(3)]
+    parts[2][0].weight = parts[1][0].weight
     return nn.Sequential(*parts, nn.Linear(8, 5))
 
 
@@ -61,27 +83,45 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
 
 
-def tight(name: str, order: str, num_devices: int, *, recomputes: bool) -> tuple[Machine, Program]:
+def tight(name: str, order: str, num_devices: int, *, recomputes: bool, clips: bool = False) -> tuple[Machine, Program]:
     """With no more memory than the largest op needs."""
     memory = 1
-    while isinstance(
-        found := made(name, order, machine(num_devices, memory), recomputes=recomputes, on_demand=True), Needs
-    ):
+    wanted: dict[str, Any] = {"recomputes": recomputes, "on_demand": True, "clips": clips}
+    while isinstance(found := made(name, order, machine(num_devices, memory), **wanted), Needs):
         memory = max(found.num_bytes, memory + 1)
     check(found)
     return machine(num_devices, memory), found
 
 
-def made(name: str, order: str, devices: Machine, *, recomputes: bool, on_demand: bool) -> Program | Needs:
+def made(
+    name: str,
+    order: str,
+    devices: Machine,
+    *,
+    recomputes: bool,
+    on_demand: bool,
+    clips: bool = False,
+    role: Role = Role.ALONE,
+) -> Program | Needs:
     _, costs = subject(name)
     tables = LayerTables(costs, PackCosts(costs))
-    stages, units = (), None
+    pipeline: dict[str, Any] = {}
     if order != "dp":
         count = devices.num_devices
         found = partitions(tables.costs, 0, len(costs), SIZE, forward=False, budget_bytes=None, counts=(count,))
         stages = found[count]
         units = pipeline_units(tables.costs, stages, MINIBATCH, SIZE, gpipe=order == "gpipe")
-    return runnable_program(tables, devices, MINIBATCH, SIZE, recomputes, stages, units, on_demand=on_demand)
+        pipeline = {"stages": stages, "units": units}
+    iteration = Iteration(
+        tables=tables,
+        machine=devices,
+        minibatch_size=MINIBATCH,
+        size=SIZE,
+        recomputes=recomputes,
+        clips=clips,
+        **pipeline,
+    )
+    return runnable_program(iteration, on_demand=on_demand, role=role)
 
 
 class Plain:
@@ -91,20 +131,26 @@ class Plain:
         self.layers, _ = subject(name)
         self.name, self.model = name, copy.deepcopy(self.layers.model)
         self.optimizer = adam(self.model)
+        self.norm: float | None = None
 
-    def step(self, step: int, batch: Any) -> float:
+    def step(self, step: int, *batches: Any, max_norm: float | None = None) -> float:
         self.optimizer.zero_grad()
-        total = 0.0
-        for first in range(0, MINIBATCH, SIZE):
-            last = first + SIZE
-            with reproducible_randomness(self.layers, step_seed(0, step), samples=(first, last)):
-                if self.name == "gpt2":
-                    part = {key: value[first:last] for key, value in batch.items()}
-                    loss = self.model(**part, use_cache=False).loss
-                else:
-                    loss = nn.functional.cross_entropy(self.model(batch[0][first:last]), batch[1][first:last])
-            (loss * SIZE / MINIBATCH).backward()
-            total += loss.item() * SIZE / MINIBATCH
+        total, share = 0.0, SIZE / MINIBATCH / len(batches)
+        for number, batch in enumerate(batches):
+            for first in range(0, MINIBATCH, SIZE):
+                before, last = number * MINIBATCH, first + SIZE
+                low = torch.autocast("cpu", torch.bfloat16, cache_enabled=False, enabled=self.name == "gpt2 in bf16")
+                samples = before + first, before + last
+                with low, reproducible_randomness(self.layers, step_seed(0, step), samples=samples):
+                    if self.name != "batchnorm":
+                        part = {key: value[first:last] for key, value in batch.items()}
+                        loss = self.model(**part, use_cache=False).loss
+                    else:
+                        loss = nn.functional.cross_entropy(self.model(batch[0][first:last]), batch[1][first:last])
+                (loss * share).backward()
+                total += loss.item() * share
+        if max_norm is not None:
+            self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).item()
         self.optimizer.step()
         return total
 
@@ -115,26 +161,61 @@ class Plain:
         torch.testing.assert_close(states[0], states[1], rtol=1e-4, atol=2e-6)
 
 
-def train(name: str, program: Program, devices: Machine, *, steps: int = 3, **options: Any) -> None:
+def train(
+    name: str,
+    program: Program,
+    devices: Machine,
+    *,
+    steps: int = 3,
+    max_grad_norm: float | None = None,
+    several: dict[Role, Program] | None = None,
+    **options: Any,
+) -> None:
+    """``several``: programs of minibatches, of which three make a step."""
     layers, costs = subject(name)
-    predicted, most = run(program, costs, devices), peak_bytes(program)
     start = copy.deepcopy(layers.model.state_dict())
     plain, optimizer = Plain(name), adam(layers.model)
+    roles = {role: lambda size, role=role: several[role] for role in several or {}}
+    run_roles = [Role.ADDING, Role.ADDING, Role.LAST] if several else [Role.ALONE]
     try:
-        with Runner(layers, optimizer, devices, lambda size: program, **options) as runner:
+        with Runner(
+            layers, optimizer, devices, lambda size: program, max_grad_norm=max_grad_norm, lower_as=roles, **options
+        ) as runner:
+            traces = recorded(runner)
             for step in range(steps):
-                batch = batch_of(name, step + 10)
-                assert runner.step(batch) == pytest.approx(plain.step(step, batch), rel=1e-5)
+                batches = [batch_of(name, 10 * number + step + 10) for number in range(len(run_roles))]
+                expected = plain.step(step, *batches, max_norm=max_grad_norm)
+                assert runner.accumulate(batches) == pytest.approx(expected, rel=1e-5)
                 plain.assert_same(optimizer)
-                measured = runner.last_trace
-                assert measured is not None
-                if step:  # the first makes the optimizer's state
-                    assert measured.moved_bytes == predicted.moved_bytes
-                for peak, bound, budget in zip(measured.peak_bytes, most, devices.budgets, strict=True):
-                    assert peak <= bound <= budget
+                assert runner.last_norm == (None if max_grad_norm is None else pytest.approx(plain.norm, rel=1e-5))
+                assert max_grad_norm is None or plain.norm > max_grad_norm
+                for role, measured in zip(run_roles, traces, strict=True):
+                    assert_as_predicted(measured, (several or {Role.ALONE: program})[role], costs, devices, step)
+                traces.clear()
                 assert not any(runner.device_bytes)
     finally:
         layers.model.load_state_dict(start)
+
+
+def recorded(runner: Runner) -> list[Trace]:
+    """What every program that it runs measures."""
+    traces: list[Trace] = []
+    inner = runner._executor.run
+
+    def run_and_record(*arguments: Any) -> tuple[float, Trace]:
+        loss, trace = inner(*arguments)
+        traces.append(trace)
+        return loss, trace
+
+    runner._executor.run = run_and_record
+    return traces
+
+
+def assert_as_predicted(measured: Trace, program: Program, costs: Profile, devices: Machine, step: int) -> None:
+    if step:  # the first makes the optimizer's state
+        assert measured.moved_bytes == run(program, costs, devices).moved_bytes
+    for peak, bound, budget in zip(measured.peak_bytes, peak_bytes(program), devices.budgets, strict=True):
+        assert peak <= bound <= budget
 
 
 THREADS: dict[str, Any] = {}
@@ -149,6 +230,8 @@ PAGED = [
     ("gpt2", "gpipe", 2, True, THREADS),
     ("gpt2", "1f1b", 2, False, INTERLEAVED),
     ("gpt2", "1f1b", 2, True, CHAOS),
+    ("gpt2 in bf16", "dp", 2, False, INTERLEAVED),
+    ("gpt2 in bf16", "gpipe", 2, True, CHAOS),
     ("batchnorm", "dp", 1, False, INTERLEAVED),
     ("batchnorm", "dp", 2, True, CHAOS),
     ("batchnorm", "dp", 2, False, THREADS),
@@ -163,7 +246,7 @@ def test_paged_training_is_plain_training(
 ) -> None:
     devices, program = tight(name, order, num_devices, recomputes=recomputes)
     expected = {TensorKind.WEIGHT, TensorKind.OPTIMIZER, TensorKind.ACTIVATION}
-    expected |= {TensorKind.GRADIENT} if name == "gpt2" else {TensorKind.BUFFER}
+    expected |= {TensorKind.BUFFER} if name == "batchnorm" else {TensorKind.GRADIENT}
     expected |= {TensorKind.SAVED} if not recomputes or order == "gpipe" else set()
     assert brought_out(program) >= expected
     train(name, program, devices, **options)
@@ -177,6 +260,67 @@ def test_training_in_memory_is_plain_training_and_moves_all_state_once(order: st
     check(program)
     assert brought_out(program) == {TensorKind.WEIGHT, TensorKind.OPTIMIZER, TensorKind.ACTIVATION}  # and the loss
     train("gpt2", program, devices, **options)
+
+
+CLIPPED = [
+    ("gpt2", "dp", 2, True, INTERLEAVED),
+    ("gpt2", "gpipe", 2, False, CHAOS),
+    ("gpt2", "1f1b", 1, True, THREADS),
+    ("gpt2 in bf16", "1f1b", 2, False, INTERLEAVED),
+    ("batchnorm", "gpipe", 2, False, CHAOS),
+]
+
+
+@pytest.mark.parametrize(("name", "order", "num_devices", "recomputes", "options"), CLIPPED)
+def test_paged_training_clips_by_the_norm_of_all_gradients(
+    name: str, order: str, num_devices: int, recomputes: bool, options: dict[str, Any]
+) -> None:
+    devices, program = tight(name, order, num_devices, recomputes=recomputes, clips=True)
+    train(name, program, devices, max_grad_norm=0.05, **options)
+
+
+def test_which_block_is_which_does_not_matter_to_gradients_that_meet() -> None:
+    devices, program = tight("gpt2", "gpipe", 2, recomputes=False, clips=True)
+    last = len(program.blocks) - 1
+    ops = [
+        op._replace(**{name: tuple(last - i for i in getattr(op, name)[::-1]) for name in ("reads", "writes", "frees")})
+        for op in program.ops
+    ]
+    reversed_blocks = replace(program, blocks=tuple(program.blocks)[::-1], ops=tuple(ops))
+    check(reversed_blocks)
+    train("gpt2", reversed_blocks, devices, max_grad_norm=0.05, **INTERLEAVED)
+
+
+SEVERAL = [
+    ("gpt2", "dp", 2, False, 0.05, INTERLEAVED),
+    ("gpt2", "gpipe", 2, True, None, CHAOS),
+    ("gpt2", "1f1b", 2, False, 0.05, THREADS),
+    ("batchnorm", "dp", 2, True, None, CHAOS),
+]
+
+
+@pytest.mark.parametrize(("name", "order", "num_devices", "recomputes", "max_norm", "options"), SEVERAL)
+def test_several_minibatches_make_one_update_of_paged_training(
+    name: str, order: str, num_devices: int, recomputes: bool, max_norm: float | None, options: dict[str, Any]
+) -> None:
+    clips = max_norm is not None
+    devices, program = tight(name, order, num_devices, recomputes=recomputes, clips=clips)
+    wanted: dict[str, Any] = {"recomputes": recomputes, "on_demand": True, "clips": clips}
+    several = {role: made(name, order, devices, role=role, **wanted) for role in (Role.ADDING, Role.LAST)}
+    for one in several.values():
+        assert isinstance(one, Program)
+        check(one)
+    train(name, program, devices, several=several, max_grad_norm=max_norm, **options)
+
+
+def test_training_in_memory_clips_and_adds_up_minibatches_too() -> None:
+    wanted: dict[str, Any] = {"recomputes": False, "on_demand": False, "clips": True}
+    several = {role: made("gpt2", "1f1b", machine(2), role=role, **wanted) for role in Role if role is not Role.LEAVING}
+    for one in several.values():
+        assert isinstance(one, Program)
+        check(one)
+    assert {TensorKind.GRADIENT} == brought_out(several[Role.ADDING]) - {TensorKind.ACTIVATION}
+    train("gpt2", several[Role.ALONE], machine(2), several=several, max_grad_norm=0.05, **CHAOS)
 
 
 def brought_out(program: Program) -> set[TensorKind]:
@@ -194,16 +338,22 @@ def test_buffers_that_are_updated_between_two_swaps_go_on_from_where_they_were()
 def test_every_baseline_runs_as_the_simulator_says() -> None:
     layers, costs = subject("gpt2")
     devices = machine(2, "2MiB")
-    found = baselines(costs, devices, MINIBATCH, runnable=True)
+    found = baselines(costs, devices, MINIBATCH, runnable=True, clipped=True)
     assert [baseline.name for baseline in found] == list(BASELINES)
-    start, expected = copy.deepcopy(layers.model.state_dict()), 0.0
+    start, plain, expected = copy.deepcopy(layers.model.state_dict()), Plain("gpt2"), []
+    batches = [batch_of("gpt2", seed) for seed in range(2)]
+    for step, minibatches in enumerate((batches[:1], batches, batches[1:])):
+        expected.append(plain.step(step, *minibatches, max_norm=0.05))
     for baseline in found:
         assert baseline.program is not None
-        with Runner(layers, adam(layers.model), devices, {MINIBATCH: baseline.program}.get, interleaves=True) as runner:
-            runner.step(batch_of("gpt2", 0))
-            loss, measured = runner.step(batch_of("gpt2", 1)), runner.last_trace
-        expected = expected or loss
-        assert loss == pytest.approx(expected, rel=1e-5)
+        several = {role: {MINIBATCH: program}.__getitem__ for role, program in baseline.several.items()}
+        options: dict[str, Any] = {"lower_as": several, "max_grad_norm": 0.05, "interleaves": True}
+        program = baseline.program
+        with Runner(layers, adam(layers.model), devices, {MINIBATCH: program}.__getitem__, **options) as runner:
+            losses = [runner.accumulate(batches[:1]), runner.accumulate(batches), runner.accumulate(batches[1:])]
+            measured = runner.last_trace
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert runner.last_norm == pytest.approx(plain.norm, rel=1e-5)
         assert measured is not None
         assert (measured.swap_bytes, measured.peer_bytes) == (baseline.swap_bytes, baseline.peer_bytes)
         assert all(here <= there for here, there in zip(measured.peak_bytes, baseline.peak_bytes, strict=True))
@@ -220,9 +370,12 @@ def test_iterations_in_the_middle_of_training_are_refused() -> None:
         pytest.raises(ProgramError, match=r"simulated, not run.*baselines\(\.\.\., runnable=True\)"),
     ):
         runner.step(batch_of("gpt2", 0))
-    in_bf16 = replace(costs, precision=Precision.BF16)
-    (found,) = baselines(in_bf16, devices, MINIBATCH, names=["dp, paged"], runnable=True)
-    assert "copies of masters on the host: profile in fp32" in found.reason
+    _, program = tight("gpt2", "dp", 1, recomputes=False)
+    with pytest.raises(ProgramError, match=r"copies of the weights.*in_precision\(\.\.\., shadows=False\), they can"):
+        require_runnable(program, in_precision(layers, Precision.BF16))
+    shadowed = replace(costs, precision=Precision.BF16, master_bytes=1)
+    (found,) = baselines(shadowed, devices, MINIBATCH, names=["dp, paged"], runnable=True)
+    assert "bf16 copies of masters on the host: to run it profile in fp32" in found.reason
 
 
 def test_a_step_that_fails_between_swaps_leaves_nothing_behind() -> None:
@@ -272,15 +425,18 @@ def test_an_optimizer_that_was_not_profiled_is_refused() -> None:
     layers.model.load_state_dict(start)
 
 
-def test_devices_that_update_know_no_norm_of_all_gradients() -> None:
+def test_programs_that_were_not_made_to_clip_or_to_add_up_are_refused() -> None:
     layers, _ = subject("gpt2")
     start = copy.deepcopy(layers.model.state_dict())
     devices, program = tight("gpt2", "gpipe", 1, recomputes=False)
-    with (
-        Runner(
-            layers, adam(layers.model), devices, lambda size: program, interleaves=True, max_grad_norm=1.0
-        ) as runner,
-        pytest.raises(TrainingError, match="max_grad_norm and several minibatches per update need updates on the host"),
+    batches = [batch_of("gpt2", 0), batch_of("gpt2", 1)]
+    for options, few, said in (
+        ({"max_grad_norm": 1.0}, batches[:1], r"max_grad_norm needs.*baselines\(\.\.\., runnable=True, clipped=True\)"),
+        ({}, batches, r"several minibatches per update need programs of their own.*Baseline\.several"),
     ):
-        runner.step(batch_of("gpt2", 0))
+        with (
+            Runner(layers, adam(layers.model), devices, lambda size: program, interleaves=True, **options) as runner,
+            pytest.raises(TrainingError, match=said),
+        ):
+            runner.accumulate(few)
     layers.model.load_state_dict(start)

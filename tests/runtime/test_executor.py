@@ -321,12 +321,11 @@ def test_twenty_failures_leave_threads_and_tensors_flat(runner: Callable[..., Ru
 def test_an_interrupt_ends_the_step_with_devices_free_and_the_next_step_works(runner: Callable[..., Runner]) -> None:
     layers = mlp(**SHAPE)
     interrupting = threading.Event()
-    wait = threading.Event()
 
     def interrupt() -> None:
-        if interrupting.is_set():
+        if interrupting.is_set() and (job := trained._executor._job):
             _thread.interrupt_main()
-            wait.wait(0.5)  # so that the step is under way when the main thread notices
+            job._aborted.wait(60)  # the step is under way when the main thread notices
 
     trained = runner(breaking(layers, 1, interrupt))
     before = layers.tensors["0.weight"].detach().clone()

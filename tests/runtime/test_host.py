@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from plain_training import PlainTraining, planned
 from small_layers import build, layer, mlp
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from harmony_lab.runtime.device_memory import DeviceMemory
 from harmony_lab.runtime.emulated import EmulatedBackend
 from harmony_lab.runtime.host import HostStore
 from harmony_lab.runtime.layout import Layouts
+from harmony_lab.runtime.runner import Runner
 
 
 def opened(layers: LayerSequence) -> tuple[HostStore, Layouts]:
@@ -60,15 +62,16 @@ class Registering:
 
     def __init__(self, *, allows: bool) -> None:
         self.allows = allows
-        self.registered: list[int] = []
+        self.registered: dict[int, int] = {}
+        """Bytes, by where they start."""
 
     def cudaHostRegister(self, start: int, num_bytes: int, flags: int) -> int:
         if self.allows:
-            self.registered.append(start)
+            self.registered[start] = num_bytes
         return 0 if self.allows else 2
 
     def cudaHostUnregister(self, start: int) -> None:
-        self.registered.remove(start)
+        del self.registered[start]
 
 
 @pytest.mark.parametrize("allows", [True, False])
@@ -86,12 +89,36 @@ def test_memory_is_page_locked_until_it_goes_or_a_warning_says_that_it_is_not(
     for num_bytes in (1000, 3000):
         assert memory.of(HOST, num_bytes).nbytes == num_bytes
         expected = [store.arena.memory.data_ptr(), memory.of(HOST, num_bytes).data_ptr()]
-        assert runtime.registered == (expected if allows else [])
+        assert list(runtime.registered) == (expected if allows else [])
     memory.close()
     store.close()
     assert not runtime.registered
-    assert ("of parameters be page-locked" in caplog.text) == (not allows)
-    assert ("of gradients and activations be page-locked" in caplog.text) == (not allows)
+    for content in ("parameters", "gradients and activations"):  # of which there were two sizes
+        assert caplog.text.count(f"of {content} be page-locked") == (0 if allows else 1)
+
+
+@pytest.mark.parametrize("allows", [True, False])
+def test_training_locks_no_more_memory_than_it_needs_and_needs_no_lock(
+    allows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updated in the end, all gradients are on the host at once; beside them there is next to nothing."""
+    runtime = Registering(allows=allows)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr("harmony_lab.runtime.arena._clear_last_error", lambda: None)
+    monkeypatch.setattr(EmulatedBackend, "pins_host_memory", True)
+    layers = mlp(depth=4, width=128, num_samples=2)
+    machine = Machine.emulated(1, memory="64MiB", link=1e12)
+    plain = PlainTraining(layers, lambda tensors: torch.optim.SGD(tensors, lr=0.1))
+    program = planned(layers, machine, "pp minibatch=2 forward=1[0:2] backward=1[0:2,2:5] devices=0 update=end")
+    parameters = list(layers.tensors.values())
+    with Runner(layers, torch.optim.SGD(parameters, lr=0.1), machine, program) as runner:
+        for _ in range(2):
+            assert runner.step(layers.example_batch) == pytest.approx(plain.step(layers.example_batch), rel=1e-4)
+        needed = 2 * sum(parameter.nbytes for parameter in parameters)
+        assert sum(runtime.registered.values()) <= 1.05 * needed
+        assert len(runtime.registered) == (2 if allows else 0)
+    assert not runtime.registered
+    plain.assert_equal(1e-4)
 
 
 @pytest.mark.parametrize("names", [("0.weight",), ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")])

@@ -21,7 +21,7 @@ def test_exceeding_the_budget_names_who_how_much_and_the_budget_and_counts_nothi
 def test_timeline_has_every_change_by_kind_and_starts_with_what_was_alive() -> None:
     ledger = Ledger("emu0", 1000)
     ledger.allocated(TensorKind.WEIGHT, 100, "op")
-    ledger.begin(0.0)
+    ledger.begin(lambda: 0.0)
     ledger.allocated(TensorKind.SAVED, 30, "op")
     ledger.released(TensorKind.WEIGHT, 100)
     timeline = ledger.timeline()

@@ -1,4 +1,10 @@
-"""Workers that wait for each other are found and named."""
+"""Workers end whatever comes: ops that wait for each other, an abort, interrupts at any moment."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from plain_training import planned
@@ -55,3 +61,43 @@ def test_a_job_that_is_aborted_has_succeeded_only_where_every_op_was_done(in_the
     finally:
         workers.close()
     assert concluded == [in_the_last_op]
+
+
+class InterruptedOnce:
+    """Does what it is made of, and is interrupted when that is done."""
+
+    def __init__(self, then: Callable[..., None]) -> None:
+        self._then = then
+        self._left = 1
+
+    def __call__(self, *arguments: Any) -> None:
+        self._then(*arguments)
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("interrupted", ["when a thread has got its work", "when work is aborted", "both"])
+def test_no_thread_waits_for_ever_whenever_interrupts_come(interrupted: str) -> None:
+    machine = Machine.emulated(1, memory="64KiB", link=1e9)
+    program = planned(mlp(depth=3, num_samples=4), machine, "dp minibatch=4 forward=4[] backward=4[0:4] devices=0")(4)
+    waits = Waits(program)
+    for queue in waits.queues.values():
+        waits.counts[queue[0]] += 1  # an op that never comes
+    concluded: list[bool] = []
+    abort: Callable[[], None] = (lambda: None) if "got" in interrupted else InterruptedOnce(lambda: None)
+    job = Job(program, waits, lambda index, op: None, concluded.append, abort)
+    workers = Workers(lambda device, stream: None)
+    workers.prepare(waits.queues)
+    if "aborted" in interrupted:
+        threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    else:
+        last = list(job.queues)[-1]  # which gets it first
+        workers._inboxes[last] = cast("Any", SimpleNamespace(put=InterruptedOnce(workers._inboxes[last].put)))
+    with pytest.raises(KeyboardInterrupt):
+        workers.run(job)
+    closing = threading.Thread(target=workers.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert concluded == [False]

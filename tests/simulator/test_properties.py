@@ -128,6 +128,7 @@ def profile_gradients(program: Program) -> int:
 @given(seed=SEEDS)
 def test_no_simulation_is_faster_than_the_bounds_of_its_plan_and_problem(seed: int) -> None:
     plan, profile, machine, program = setting(seed)
+    profile = replace(profile, emulation=random_settings.random_emulation(random.Random(seed)))
     costs, makespan = PackCosts(profile), makespan_s(program, profile, machine)
     least = candidate_bound(plan, costs, machine)
     assert 0 < least <= makespan * (1 + 1e-9)

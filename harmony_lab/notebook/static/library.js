@@ -1,4 +1,4 @@
-// Asks the kernel for plotly.js, once per page, and hands it to every plot (plot.js); the two meet in a promise.
+// Asks the kernel for plotly.js, once per page, and hands what draws with it (drawing.js) to every plot (plot.js).
 function meetingPoint() {
   let resolve;
   const promise = new Promise((done) => (resolve = done));
@@ -18,7 +18,7 @@ async function loaded(packed) {
 function initialize({ model }) {
   if (library.arrived) return;
   model.on("msg:custom", (_, buffers) => {
-    library.arrived ??= loaded(buffers[0]).then(library.resolve);
+    library.arrived ??= loaded(buffers[0]).then((plotly) => library.resolve((view) => render(plotly, view)));
   });
   model.send({});
 }
