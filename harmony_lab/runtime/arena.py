@@ -3,6 +3,7 @@
 import logging
 import mmap
 import sys
+import weakref
 from contextlib import suppress
 
 import torch
@@ -21,7 +22,7 @@ class Arena:
     """``memory``: the whole, as flat bytes.  It lives as long as the arena or one of its tensors does."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._pinned = False
+        self._unpin: weakref.finalize[..., Arena] | None = None
         self._pages: mmap.mmap | None = None
         if num_bytes and _PRIVATE is not None:
             self._pages = mmap.mmap(-1, num_bytes, flags=_PRIVATE)
@@ -61,23 +62,25 @@ class Arena:
         """
         if not self.num_bytes:
             return True
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._pinned = int(cudart.cudaHostRegister(self.memory.data_ptr(), self.num_bytes, 0)) == 0
-        if not self._pinned:
-            _clear_last_error()
-        if not self._pinned and warns:
+        cudart, start = torch.cuda.cudart(), self.memory.data_ptr()  # type: ignore[no-untyped-call]
+        pinned = int(cudart.cudaHostRegister(start, self.num_bytes, 0)) == 0
+        if pinned:
+            self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, start)
+            self._unpin.atexit = False  # CUDA may be gone by then
+            return True
+        _clear_last_error()
+        if warns:
             _log.warning(
                 "the system does not let %s of %s be page-locked: copies to devices are staged and slower",
                 format_bytes(self.num_bytes),
                 content,
             )
-        return self._pinned
+        return False
 
     def unpin(self) -> None:
-        """Before the memory goes."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())  # type: ignore[no-untyped-call]
-            self._pinned = False
+        """Before the memory goes; of an arena that is forgotten this happens by itself."""
+        if self._unpin is not None:
+            self._unpin()
 
 
 def _clear_last_error() -> None:

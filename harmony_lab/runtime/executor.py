@@ -12,7 +12,7 @@ from harmony_lab.runtime.failures import Failure
 from harmony_lab.runtime.runnable import require_runnable
 from harmony_lab.runtime.step import Minibatch, Step, Training
 from harmony_lab.runtime.updates import Updates
-from harmony_lab.runtime.virtual import OpSeconds, VirtualJob, as_it_took
+from harmony_lab.runtime.virtual import ALONE, OpSeconds, VirtualJob, as_it_took
 from harmony_lab.runtime.waits import Waits
 from harmony_lab.runtime.workers import Job, Workers
 from harmony_lab.trace import Origin, Trace
@@ -25,7 +25,7 @@ class Executor:
 
     ``chaos_seed``: every op is delayed at random before it starts and before it counts as done, so that a missing edge
     shows.  ``interleaves``: without delays and threads; all ops run in the caller's, one after the other, in a random
-    order that the program's edges allow.  On a machine in virtual time they run so too, each at its virtual start
+    order that the program's edges allow.  On a machine in virtual time one thread runs them, each at its virtual start
     (``virtual``); ``op_seconds`` is the clock.  ``patience_s``: see ``Workers.run``.
     """
 
@@ -42,7 +42,7 @@ class Executor:
         self._backend = backend
         self._machine = machine
         self._chaos_seed = chaos_seed
-        self._works_alone = interleaves or machine.virtual_time
+        self._interleaves = interleaves
         self._op_seconds = op_seconds
         self._patience_s = patience_s
         self._workers = Workers(backend.enter_worker)
@@ -62,8 +62,8 @@ class Executor:
             require_runnable(program, training.layers)
         backend, ledgers = self._backend, training.ledgers
         waits = self._waits_of(program)
-        if not self._works_alone:
-            self._workers.prepare(waits.queues)
+        if not self._interleaves:
+            self._workers.prepare([ALONE] if self._machine.virtual_time else waits.queues)
         memory = training.memory.of(program)
         memory.trim(training.places.held_beside(program))
         training.places.settle(program, memory.device_bytes)
@@ -81,7 +81,7 @@ class Executor:
         if updates is not None and updates.progress.cancelled:  # by somebody who saw no job yet
             job.abort()
         try:
-            if self._works_alone:
+            if self._interleaves:
                 job.work_alone(random.Random(chaos))
             else:
                 self._workers.run(job, self._patience_s)

@@ -1,10 +1,10 @@
 """Virtual time: the ops of a step on a clock of their own, which goes from event to event as the simulator's does.
 
-Real is what ops compute, copy, allocate and free: each runs in full at its virtual start, in the caller's thread, where
-no other takes its cores.  Virtual is when it starts and ends, in the Trace and in the memory timelines.  An op starts
-when the one before it on its stream and all that it waits for have ended.  Computing and updating take ``OpSeconds``,
-by default the wall time they took alone; updates on the host share its cores.  Moving bytes takes what the machine's
-links, fairly shared, give these bytes, and the latency, however long copying took.
+Real is what ops compute, copy, allocate and free: each runs in full at its virtual start, in one thread for all, where
+no other takes its cores and no interrupt reaches.  Virtual is when it starts and ends, in the Trace and in the memory
+timelines.  An op starts when the one before it on its stream and all that it waits for have ended.  Computing and
+updating take ``OpSeconds``, by default the wall time they took alone; updates on the host share its cores.  Moving
+bytes takes what the machine's links, fairly shared, give these bytes, and the latency, however long copying took.
 
 So eight emulated devices on two cores give the timeline of eight real ones that compute as fast, and nobody sleeps.
 """
@@ -12,6 +12,7 @@ So eight emulated devices on two cores give the timeline of eight real ones that
 import math
 import time
 from collections.abc import Generator, Hashable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from random import Random
 from typing import Protocol
@@ -19,13 +20,16 @@ from typing import Protocol
 import torch
 
 from harmony_lab.machine import HOST, Machine
-from harmony_lab.program import Op, OpKind, Program, TensorKind
+from harmony_lab.program import Op, OpKind, Program, Stream, TensorKind
 from harmony_lab.runtime.step import Step, Training
-from harmony_lab.runtime.waits import Waits
+from harmony_lab.runtime.waits import Key, Waits
 from harmony_lab.runtime.workers import Job
 from harmony_lab.sharing import Flow, SharedResources
 
-__all__ = ["OpSeconds", "VirtualJob", "as_it_took"]
+__all__ = ["ALONE", "OpSeconds", "VirtualJob", "as_it_took"]
+
+ALONE = (HOST, Stream.HOST)
+"""The thread that runs all ops."""
 
 _COMPUTING = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.UPDATE})
 _CORES = "the host's cores"
@@ -43,12 +47,14 @@ def as_it_took(program: Program, index: int, wall_s: float, /) -> float:
 
 
 class VirtualJob(Job):
-    """A job whose ``work_alone`` follows virtual time."""
+    """A job of one thread, which follows virtual time."""
 
     def __init__(
         self, program: Program, waits: Waits, step: Step, training: Training, machine: Machine, seconds: OpSeconds
     ) -> None:
         super().__init__(program, waits, step.perform, step.conclude, training.backend.abort)
+        self.queues = {ALONE: tuple(range(len(program.ops)))}
+        self._unfinished = set(self.queues)
         self._step, self._machine, self._seconds = step, machine, seconds
         self._backend, self._ledgers = training.backend, training.ledgers
         self._now_s = 0.0
@@ -58,6 +64,10 @@ class VirtualJob(Job):
         self._tails_s: dict[int, float] = {}  # of these ops, after their last flow
         self._timed_s: dict[int, float] = {}  # when ops end for which that is known
         self._released: dict[int, Sequence[tuple[float, int, int]]] = {}  # by ops under way, in the end
+
+    def work(self, key: Key) -> None:
+        with suppress(KeyboardInterrupt):  # of an op's own: it has failed the job as any error does
+            self.work_alone(Random())
 
     def elapsed_s(self) -> float:
         """In virtual time."""

@@ -99,6 +99,11 @@ class Job:
             lines.append(f"op {head}, {ops[head]}, {f'waits for {waits}' if waits else 'waits for no other'}")
         return "\n".join(lines)
 
+    def awaits(self, key: Key) -> bool:
+        """Whether that queue is still to be worked on: its thread may have been given the job twice."""
+        with self._lock:
+            return key in self._unfinished
+
     def abort(self) -> None:
         """No further op starts; threads that wait go home."""
         self._aborted.set()
@@ -107,10 +112,7 @@ class Job:
             gate.release()
 
     def work(self, key: Key) -> None:
-        """Run the ops of one queue, in that queue's thread; once, however often that is asked for."""
-        with self._lock:
-            if key not in self._unfinished:
-                return
+        """Run the ops of one queue, in that queue's thread."""
         at: int | None = None
         try:
             rng = None if self._chaos is None else random.Random(f"{self._chaos}/{key}")
@@ -259,8 +261,8 @@ class Workers:
         entered: _Entered = SimpleQueue()
         arguments = (self._enter, key, inbox, entered)
         thread = threading.Thread(target=_serve, args=arguments, name=f"harmony-{name}", daemon=True)
+        self._threads[key], self._inboxes[key] = thread, inbox  # first: an interrupt may come once it has started
         thread.start()
-        self._threads[key], self._inboxes[key] = thread, inbox
         failure = entered.get()
         if failure is not None:
             raise TrainingError(
@@ -303,7 +305,8 @@ class Workers:
         """Join all threads."""
         _dismiss(self._inboxes)
         for thread in self._threads.values():
-            thread.join()
+            if thread.ident is not None:  # else it has not started
+                thread.join()
         self._threads.clear()
         self._inboxes.clear()
 
@@ -316,7 +319,8 @@ def _serve(enter: Callable[[int, Stream], None], key: Key, inbox: _Inbox, entere
         return
     entered.put(None)
     while (job := inbox.get()) is not None:
-        job.work(key)
+        if job.awaits(key):
+            job.work(key)
         del job
 
 

@@ -97,6 +97,18 @@ def test_memory_is_page_locked_until_it_goes_or_a_warning_says_that_it_is_not(
         assert caplog.text.count(f"of {content} be page-locked") == (0 if allows else 1)
 
 
+def test_memory_of_a_store_that_is_forgotten_is_not_left_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA would take the pages of whoever has that address next for pinned."""
+    runtime = Registering(allows=True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    arena = Arena(1000)
+    kept = arena.tensor(0, torch.Size([10]), torch.float32)
+    assert arena.pin("parameters")
+    assert list(runtime.registered) == [kept.data_ptr()]
+    del arena
+    assert not runtime.registered
+
+
 @pytest.mark.parametrize("allows", [True, False])
 def test_training_locks_no_more_memory_than_it_needs_and_needs_no_lock(
     allows: bool, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from small_layers import mlp
 
 from harmony_lab.errors import TrainingError
 from harmony_lab.machine import Machine
-from harmony_lab.program import Op, OpKind
+from harmony_lab.program import Op, OpKind, Stream
 from harmony_lab.runtime.waits import Waits
 from harmony_lab.runtime.workers import Job, Workers
 
@@ -101,3 +101,23 @@ def test_no_thread_waits_for_ever_whenever_interrupts_come(interrupted: str) -> 
     closing.join(10)
     assert not closing.is_alive()
     assert concluded == [False]
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_thread_whose_start_is_interrupted_ends(starts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, before = threading.Thread.start, set(threading.enumerate())
+
+    def interrupted(thread: threading.Thread) -> None:
+        if starts:
+            start(thread)
+        raise KeyboardInterrupt
+
+    workers = Workers(lambda device, stream: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workers.prepare([(0, Stream.COMPUTE)])
+    assert set(threading.enumerate()) == before
+    workers.prepare([(0, Stream.COMPUTE)])
+    workers.close()
+    assert set(threading.enumerate()) == before
