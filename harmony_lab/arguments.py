@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from dataclasses import replace
 
 from harmony_lab.errors import HarmonyError
 from harmony_lab.machine import Machine
@@ -78,7 +79,9 @@ def described(options: argparse.Namespace) -> bool:
 
 def changed(machine: Machine, options: argparse.Namespace) -> Machine:
     """The machine with what ``add_emulated``'s options change: fewer devices, other memory, other links."""
-    return machine.with_(num_devices=options.devices, memory=options.memory, link=options.link)
+    fewer = machine.with_(num_devices=options.devices)
+    made = fewer.with_(memory=options.memory, link=options.link)
+    return made if made == fewer else replace(made, name=f"{made.name}, changed")
 
 
 def emulated(options: argparse.Namespace) -> Machine:

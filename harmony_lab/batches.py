@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from harmony_lab.errors import HarmonyError
 
-__all__ = ["endless", "listed", "single", "to_train_on"]
+__all__ = ["endless", "listed", "several", "single", "to_train_on"]
 
 
 def to_train_on(data: Any, flatten: Callable[[Any], object]) -> Iterable[Any]:
@@ -43,6 +43,16 @@ def listed(given: Any, flatten: Callable[[Any], object]) -> list[Any]:
     ``flatten`` raises ``HarmonyError`` for what is no batch of the model's.
     """
     return list(given) if _are_several(given, flatten) else [given]
+
+
+def several(given: Any, flatten: Callable[[Any], object]) -> list[Any]:
+    """Several batches as a list.  Raises ``HarmonyError`` where one was given in their place."""
+    if not _are_several(given, flatten):
+        raise HarmonyError(
+            f"accumulate takes a list of minibatches, got a {type(given).__name__}: give [first, second, ...], or "
+            "call step for one minibatch"
+        )
+    return list(given)
 
 
 def single(given: Any, flatten: Callable[[Any], object]) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 
 __all__ = ["Certificate", "Difference"]
 
+_SAME_GRADIENTS = "0 is equal to the bit; parameters and optimizer state: after updates with the same gradients"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
@@ -81,6 +83,7 @@ class Certificate:
             f"{verdict} plain PyTorch in {_steps(self.steps)}; largest differences:",
         ]
         lines += [f"  {'ok' if d.passed else 'NOT OK'}  {d}" for d in self.differences]
+        lines += [f"({_SAME_GRADIENTS})"]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -93,7 +96,7 @@ class Certificate:
         return (
             f"<p>{escape(self._subject)} under <code>{escape(self.plan)}</code> {verdict} plain PyTorch in "
             f"{_steps(self.steps)}.</p><table><thead><tr><th></th><th>largest difference</th><th>allowed</th><th></th>"
-            f"<th>where</th></tr></thead><tbody>{rows}</tbody></table>"
+            f"<th>where</th></tr></thead><tbody>{rows}</tbody></table><p>{_SAME_GRADIENTS}</p>"
         )
 
 

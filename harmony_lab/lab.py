@@ -8,7 +8,7 @@ from harmony_lab.batches import to_train_on
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.forecast import Forecast
-from harmony_lab.lab_arguments import check_counts, check_kinds, check_optimizer, require_folder
+from harmony_lab.lab_arguments import check_kinds, check_optimizer, require_folder
 from harmony_lab.lab_contents import fragment_html, write_report
 from harmony_lab.lab_costs import forecast_on
 from harmony_lab.lab_planning import Planning
@@ -22,6 +22,7 @@ from harmony_lab.profiler.decompose import decompose
 from harmony_lab.progress import Progress
 from harmony_lab.run import Run, StepRecord
 from harmony_lab.trainer import Trainer
+from harmony_lab.training_arguments import check_count, check_training
 from harmony_lab.training_plan import deferred
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class Lab(Planning):
         first_step: int = 0,
         compile: bool = False,
     ) -> None:
-        check_counts(minibatch_size, first_step)
+        check_count("minibatch_size", minibatch_size)
+        check_count("first_step", first_step, least=0)
         check_kinds(optimizer, machine, loss_fn)
         machine = Machine.preset(machine) if isinstance(machine, str) else machine or Machine.detect()
         precision = Precision.of(precision)
@@ -124,6 +126,13 @@ class Lab(Planning):
         Raises ``HarmonyError`` while another run is under way, ``PlanDoesNotFitError`` and ``HostMemoryError`` where
         the devices' or the host's memory does not suffice.
         """
+        check_training(
+            steps=steps,
+            record_every=record_every,
+            accumulate=accumulate,
+            max_grad_norm=max_grad_norm,
+            on_step=on_step,
+        )
         with self._work:
             self._must_be_free("launch")
             batches = to_train_on(data, self.layers.flatten_batch)
@@ -178,6 +187,7 @@ class Lab(Planning):
 
     def forecast(self, *, accumulate: int = 1, max_grad_norm: float | None = None) -> Forecast:
         """What training under the chosen plan takes of the devices' and the host's memory; arguments as ``launch``."""
+        check_training(accumulate=accumulate, max_grad_norm=max_grad_norm)
         with self._work:
             self._must_be_open("forecast")
             optimizer, chosen, costs = self._to_train(max_grad_norm, overlap=True)
@@ -216,7 +226,7 @@ class Lab(Planning):
         assert chosen is not None
         measured = self._costs_in(chosen.plan.precision)
         if max_grad_norm is not None:
-            chosen = self.preview(deferred(chosen.plan, max_grad_norm, overlap))
+            chosen = self.preview(deferred(chosen.plan, overlap))
         return self.optimizer, chosen, measured
 
     def _on_run_event(self, event: str) -> None:
@@ -244,7 +254,8 @@ class Lab(Planning):
         self._must_be_open(what)
         if self._run is not None and self._run.active:
             raise HarmonyError(
-                f"cannot {what} while a run is under way ({self._run}): call run.stop() or run.wait() first"
+                f"cannot {what} while a run is under way ({self._run}): call run.stop() or run.wait() first, or "
+                "%harmony stop in a notebook"
             )
 
     # -- on screen ------------------------------------------------------------------------------------------------

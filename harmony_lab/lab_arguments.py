@@ -9,13 +9,7 @@ from harmony_lab.machine import Machine
 if TYPE_CHECKING:
     from harmony_lab.layers import LayerSequence
 
-__all__ = ["check_counts", "check_kinds", "check_optimizer", "require_folder"]
-
-
-def check_counts(minibatch_size: Any, first_step: Any) -> None:
-    for name, given, least in (("minibatch_size", minibatch_size, 1), ("first_step", first_step, 0)):
-        if not isinstance(given, int) or given < least:
-            raise HarmonyError(f"{name} must be a whole number of at least {least}, got {given!r}")
+__all__ = ["check_kinds", "check_optimizer", "require_folder"]
 
 
 def check_kinds(optimizer: Any, machine: Any, loss_fn: Any) -> None:

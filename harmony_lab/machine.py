@@ -296,6 +296,7 @@ class Machine:
             gone = {device.name for device in self.devices[num_devices:]}
             machine = replace(
                 machine,
+                name=f"{num_devices} of {self.name}",
                 devices=kept,
                 links=tuple(x for x in self.links if x.child not in gone),
                 bridges=tuple(x for x in self.bridges if not gone & {x.first, x.second}),

@@ -21,6 +21,7 @@ _PACKS = ("forward_packs", "backward_packs", "resident_packs", "kept_packs", "de
 _COUNTS = ("minibatch_size", "forward_microbatch_size", "backward_microbatch_size", "prefetch")
 _SWITCHES = ("peer_transfers", "just_in_time_update", "overlapped_update", "mirrored")
 _INDICES = ("devices", "device_stash")
+_APART = "on different devices; in pp mirrored=True may help, else leave it out"
 _NEEDED = ("minibatch", "forward", "backward", "devices")
 
 
@@ -138,7 +139,7 @@ class Plan:
             if pack not in self.forward_packs or pack not in self.backward_packs:
                 yield f"resident_packs: {pack} must be both a forward and a backward pack"
             elif self.forward_devices(pack.start) != self.backward_devices(pack):
-                yield f"resident_packs: {pack} runs forward and backward on different devices (see mirrored)"
+                yield f"resident_packs: {pack} runs forward and backward {_APART} (resident=() for none)"
         for pack in self.kept_packs:
             if pack not in self.resident_packs:
                 yield f"kept_packs: {pack} must be one of resident_packs, its backward needs the same weights"
@@ -149,7 +150,7 @@ class Plan:
             if boundary not in starts:
                 yield f"device_stash: no backward pack starts at boundary {boundary}"
             elif self.forward_devices(self._holder(boundary)) != self.backward_devices(starts[boundary]):
-                yield f"device_stash: boundary {boundary} is needed on another device for backward (see mirrored)"
+                yield f"device_stash: forward and backward at boundary {boundary} are {_APART} (stash=() for none)"
         for pack in self.device_updates:
             if pack not in self.backward_packs:
                 yield f"device_updates: {pack} must be one of backward_packs"
@@ -274,7 +275,8 @@ class Plan:
     def of(cls, plan: "Plan | str") -> "Plan":
         """The plan itself, or the one that a text describes."""
         if not isinstance(plan, cls | str):
-            raise PlanError("no plan", [f"expected a harmony_lab.Plan or its text, got a {type(plan).__name__}"])
+            cure = "; a Lab has a plan after lab.prepare()" if plan is None else ""
+            raise PlanError("no plan", [f"expected a harmony_lab.Plan or its text, got a {type(plan).__name__}{cure}"])
         return cls.parse(plan) if isinstance(plan, str) else plan
 
     def to_json(self) -> dict[str, Any]:

@@ -76,12 +76,6 @@ class Run:
         accumulate: int = 1,
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        if steps < 1:
-            raise HarmonyError(f"a run needs at least one step, got steps={steps}")
-        if record_every < 1:
-            raise HarmonyError(f"record_every must be at least 1, got {record_every}")
-        if accumulate < 1:
-            raise HarmonyError(f"accumulate must be at least 1 minibatch per step, got {accumulate}")
         self.plan = plan
         self.steps = steps
         self.record_every = record_every
@@ -274,8 +268,7 @@ class Run:
                 return RunStatus.STOPPED
             batches = list(islice(task.batches, self.accumulate))
             if len(batches) < self.accumulate:
-                rest = f", and {len(batches)} minibatches that make no whole step were left out" if batches else ""
-                self._note(f"the data ended after {number} of {self.steps} steps; an iterator cannot start over{rest}")
+                self._note(self._ended_early(number, len(batches)))
                 return RunStatus.FINISHED
             sizes = [task.num_samples(batch) for batch in batches]
             for size in sizes:
@@ -297,6 +290,17 @@ class Run:
             if task.on_step is not None:
                 self._tell(task, number, loss, seconds, sum(sizes))
         return RunStatus.FINISHED
+
+    def _ended_early(self, number: int, left_out: int) -> str:
+        """What to note of data that ended after that many steps; of none at all, an error."""
+        if number == 0:
+            raise TrainingError(
+                f"the data ended before the first step, which takes {self.accumulate} of its batches: it gave "
+                f"{left_out}; an iterator cannot start over: give a list or a DataLoader"
+            )
+        minibatches = "1 minibatch that makes" if left_out == 1 else f"{left_out} minibatches that make"
+        rest = f", and {minibatches} no whole step {'was' if left_out == 1 else 'were'} left out" if left_out else ""
+        return f"the data ended after {number} of {self.steps} steps; an iterator cannot start over{rest}"
 
     def _count(self, number: int, loss: float, seconds: float, norm: float | None) -> None:
         if not math.isfinite(loss) and all(map(math.isfinite, self._losses)):
@@ -380,7 +384,7 @@ class Run:
         text = f"{self._status}: step {len(losses)} of {self.steps}"
         if losses:
             median_s = sorted(self.step_s)[len(losses) // 2]
-            text += f", loss {losses[-1]:.4f}, {format_seconds(median_s)} per step"
+            text += f", loss {losses[-1]:.4f}, {format_seconds(median_s)} of wall time per step"
         return text
 
     def __repr__(self) -> str:

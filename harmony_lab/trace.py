@@ -77,6 +77,11 @@ class Trace:
         return float(self.end_s.max(initial=0.0))
 
     @property
+    def took(self) -> str:
+        """How long the iteration took, and by which clock where that is not the wall's."""
+        return format_seconds(self.makespan_s) + (" in virtual time" if self.machine.virtual_time else "")
+
+    @property
     def peak_bytes(self) -> tuple[int, ...]:
         """Most bytes alive at once, per device, everything included: weights, activations, temporaries."""
         return tuple(timeline.peak_bytes for timeline in self.memory)
@@ -180,9 +185,8 @@ class Trace:
     def __str__(self) -> str:
         peaks = ", ".join(format_bytes(peak) for peak in self.peak_bytes)
         timing = " in this timing" if self.origin is Origin.PREDICTED else ""
-        clock = " in virtual time" if self.machine.virtual_time else ""
         return (
-            f"{self.origin} iteration{clock}: {format_seconds(self.makespan_s)}, "
+            f"{self.origin} iteration: {self.took}, "
             f"{format_bytes(self.swap_bytes)} swapped, {format_bytes(self.peer_bytes)} between devices, "
             f"{self.bubble_fraction:.0%} idle, peak memory {peaks}{timing}"
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from harmony_lab.batches import listed, single
+from harmony_lab.batches import listed, several, single
 from harmony_lab.costs import Profile
 from harmony_lab.errors import HarmonyError
 from harmony_lab.forecast import Forecast, measured_state_bytes
@@ -22,6 +22,7 @@ from harmony_lab.schedules import Schedules
 from harmony_lab.simulator.engine import run
 from harmony_lab.step_record import StepHooks, StepRecord
 from harmony_lab.trace import Trace
+from harmony_lab.training_arguments import check_count, check_training
 from harmony_lab.training_plan import (
     deferred,
     machine_to_train_on,
@@ -106,6 +107,7 @@ class Trainer:
         from harmony_lab.runtime.runner import Runner
 
         require_layers(layers, "Trainer")
+        check_training(first_step=first_step, accumulate=accumulate, max_grad_norm=max_grad_norm)
         machine = machine_to_train_on(machine, virtual_time=virtual_time, chaos_seed=chaos_seed)
         self._optimizer, self._seed, self._max_grad_norm = optimizer, seed, max_grad_norm
         self._hooks = StepHooks()
@@ -168,7 +170,7 @@ class Trainer:
 
         Raises ``TrainingError`` like ``step``: buffers are then as they were before the first minibatch.
         """
-        batches = list(batches)
+        batches = several(batches, self.layers.flatten_batch)
         if not batches:
             raise HarmonyError("accumulate needs at least one minibatch, got an empty sequence")
         if self.plan.device_updates and len(batches) > 1:
@@ -259,6 +261,7 @@ class Trainer:
 
     def forecast(self, *, accumulate: int = 1) -> Forecast:
         """What training takes of the devices' and the host's memory.  ``accumulate``: minibatches per update."""
+        check_count("accumulate", accumulate)
         return self._schedules.forecast(accumulate=accumulate)
 
     @property
@@ -291,6 +294,10 @@ class Trainer:
         """
         return run(self._schedules.as_planned(), self.profile, self.machine)
 
+    @property
+    def closed(self) -> bool:
+        return self._runner.closed
+
     def close(self) -> None:
         """End all threads, free the devices, give the parameters their own storage; safe to call twice."""
         self._runner.close()
@@ -312,7 +319,7 @@ class Trainer:
 
         given = plan_as(Role.LAST, plan) if accumulate > 1 else plan
         if self._max_grad_norm is not None:
-            plan = deferred(plan, self._max_grad_norm, overlap_updates)
+            plan = deferred(plan, overlap_updates)
         if plan.device_updates and accumulate > 1:
             plan = self._updating_on_host(plan, _SEVERAL)
         if plan.device_updates and (reason := only_on_host(self._optimizer)):

@@ -17,10 +17,8 @@ __all__ = ["deferred", "machine_to_train_on", "plan_as", "sizes_to_measure", "si
 _FUSABLE = ("Adam", "AdamW")  # whose fused step is that much faster on the host
 
 
-def deferred(plan: Plan, max_grad_norm: float, overlap: bool) -> Plan:
+def deferred(plan: Plan, overlap: bool) -> Plan:
     """The plan with updates that wait for all gradients."""
-    if not max_grad_norm > 0:
-        raise HarmonyError(f"max_grad_norm must be above 0, got {max_grad_norm}; None clips nothing")
     overlaps = overlap or plan.overlapped_update
     return plan.with_(just_in_time_update=False, overlapped_update=overlaps, device_updates=())
 

@@ -194,7 +194,7 @@ def test_a_preset_obeys_the_other_options_or_says_how_to_write_it(
     assert main([*given, "--devices", "2", "--memory", "1GiB"]) == 0
     printed = capsys.readouterr().out
     assert Plan.parse(printed.rsplit("Best plan: ", 1)[1].strip()).num_devices == 2
-    assert "2 devices of 1.00 GiB" in printed
+    assert "2 of 4x3090, changed: 2 devices of 1.00 GiB" in printed
     assert main([*given, "--devices", "8"]) == 2
     assert "such as 8x3090" in capsys.readouterr().err
     assert main(["machine", "4x3090", "--measure"]) == 2

@@ -48,6 +48,27 @@ def test_the_plan_that_was_chosen_without_a_search_is_launched(lab: Lab) -> None
     assert lab.result is None
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 2.5}, r"steps must be a whole number of at least 1, got 2\.5"),
+        ({"record_every": 0}, "record_every must be a whole number of at least 1, got 0"),
+        ({"accumulate": 1.5}, r"accumulate must be a whole number of at least 1, got 1\.5"),
+        ({"accumulate": True}, "accumulate must be a whole number of at least 1, got True"),
+        ({"max_grad_norm": "1"}, "max_grad_norm must be a number above 0, or None to clip nothing, got '1'"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm must be a number above 0, .* got nan"),
+        ({"on_step": 3}, "on_step must be a function of a StepRecord, or None, got 3"),
+    ],
+)
+def test_what_a_run_cannot_be_asked_for_is_refused_before_it_begins(
+    lab: Lab, given: dict[str, Any], message: str
+) -> None:
+    before = lab.run
+    with pytest.raises(HarmonyError, match=message):
+        lab.launch(BATCHES, **{"steps": 3, **given})
+    assert lab.run is before
+
+
 def test_a_clipped_run_equals_plain_pytorch_and_tells_its_norms(lab: Lab) -> None:
     plain = copy.deepcopy(lab.layers.model)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-5)

@@ -126,6 +126,7 @@ def test_without_peer_transfers_devices_reach_each_other_through_the_host() -> N
 def test_what_if_changes_memory_link_and_devices() -> None:
     machine = Machine.emulated(3).with_(num_devices=2, memory="1GiB", link="3GB/s")
     assert machine.budgets == (2**30, 2**30)
+    assert str(machine).startswith("2 of 3 emulated: 2 devices of 1.00 GiB")
     assert [link.bytes_per_s for link in machine.links if link.parent == "host"] == [3e9]
     with pytest.raises(HarmonyError, match="has 2 devices"):
         machine.with_(num_devices=3)

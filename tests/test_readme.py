@@ -37,6 +37,9 @@ def test_functions_run_as_shown() -> None:
     exec(BLOCKS[2], given)
     assert not given["model"].head.weight.equal(before)
     assert given["trace"].swap_bytes == given["trainer"].last_trace.swap_bytes
+    before = given["model"].head.weight.detach().clone()
+    exec(BLOCKS[-1], given)
+    assert not given["model"].head.weight.equal(before)
 
 
 def test_notebook_cell_runs_as_shown() -> None:

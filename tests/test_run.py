@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harmony_lab.errors import HarmonyError, StepCancelledError, TrainingError
+from harmony_lab.errors import StepCancelledError, TrainingError
 from harmony_lab.machine import Machine
 from harmony_lab.plan import Plan
 from harmony_lab.program import Program
@@ -422,9 +422,12 @@ def test_minibatches_that_make_no_whole_step_are_left_out_and_noted() -> None:
     trainer = CountingTrainer()
     run = start(trainer, iter(["aaaa"] * 5), 9, accumulate=2).wait(30)
     assert trainer.groups == [2, 2]
-    assert "ended after 2 of 9 steps; an iterator cannot start over, and 1 minibatches" in run.notes[0]
+    assert "ended after 2 of 9 steps; an iterator cannot start over, and 1 minibatch that makes" in run.notes[0]
 
 
-def test_a_step_of_no_minibatch_is_refused() -> None:
-    with pytest.raises(HarmonyError, match="at least 1 minibatch per step, got 0"):
-        Run(CountingTrainer(), PLAN, ["aaaa"], 3, num_samples=len, accumulate=0)
+@pytest.mark.parametrize("given", [0, 3])
+def test_data_that_ends_before_the_first_step_fails_the_run(given: int) -> None:
+    run = start(CountingTrainer(), iter(["aaaa"] * given), 9, accumulate=4)
+    with pytest.raises(TrainingError, match=f"ended before the first step, which takes 4 .* it gave {given};"):
+        run.wait(30)
+    assert run.status is RunStatus.FAILED

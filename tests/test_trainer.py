@@ -445,8 +445,26 @@ def test_gradients_below_the_limit_are_not_touched(gpt2: Case) -> None:
 
 
 def test_a_limit_that_is_no_norm_is_refused(gpt2: Case) -> None:
-    with pytest.raises(HarmonyError, match="max_grad_norm must be above 0, got 0"):
+    with pytest.raises(HarmonyError, match="max_grad_norm must be a number above 0, or None to clip nothing, got 0"):
         gpt2.trainer("pp", adamw(gpt2.model), max_grad_norm=0)
+
+
+@pytest.mark.parametrize("given", [-1, "x", 2.5])
+def test_steps_before_are_a_whole_number(gpt2: Case, given: Any) -> None:
+    with pytest.raises(HarmonyError, match="first_step must be a whole number of at least 0, got"):
+        gpt2.trainer("pp", adamw(gpt2.model), first_step=given)
+
+
+def test_one_minibatch_is_not_taken_for_several_to_accumulate(gpt2: Case) -> None:
+    batch = gpt2.batch(8)
+    expected = "accumulate takes a list of minibatches, got a (dict|tuple)"
+    with gpt2.trainer("pp", adamw(gpt2.model)) as trainer, pytest.raises(HarmonyError, match=expected):
+        trainer.accumulate(batch)
+
+
+def test_a_plan_that_a_lab_has_not_made_yet_is_said_to_come_with_prepare(gpt2: Case) -> None:
+    with pytest.raises(HarmonyError, match=r"got a NoneType; a Lab has a plan after lab.prepare\(\)"):
+        Trainer(gpt2.layers, adamw(gpt2.model), None, Machine.emulated(1))  # type: ignore[arg-type]
 
 
 # -- losses that are not finite -----------------------------------------------------------------------------------

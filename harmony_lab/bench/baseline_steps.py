@@ -91,9 +91,7 @@ def _ours(subject: Subject, plan: Any, machine: Machine, costs: Profile) -> Iter
 
 @contextmanager
 def _baseline(subject: Subject, baseline: Baseline, machine: Machine) -> Iterator[Step]:
-    program = baseline.program
-    assert program is not None
-    with Runner(subject.layers, adamw(subject.model), machine, lambda size: program) as runner:
+    with Runner(subject.layers, adamw(subject.model), machine, baseline.lower) as runner:
 
         def step() -> Trace:
             runner.step(subject.batch)

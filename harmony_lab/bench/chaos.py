@@ -186,7 +186,7 @@ def _plan(rng: random.Random, work: _Work) -> Plan:
     while True:
         plan = _any_plan(rng, len(work.subject.layers), alike=normed)
         if not normed or min(sizes_to_run(plan)) > 1:
-            return plan if work.max_grad_norm is None else deferred(plan, work.max_grad_norm, rng.random() < 0.5)
+            return plan if work.max_grad_norm is None else deferred(plan, rng.random() < 0.5)
 
 
 def _any_plan(rng: random.Random, num_layers: int, *, alike: bool) -> Plan:

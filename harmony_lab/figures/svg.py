@@ -39,7 +39,7 @@ from harmony_lab.figures.theme import (
 from harmony_lab.figures.volumes import Volumes, volumes_of_packs
 from harmony_lab.program import TensorKind
 from harmony_lab.trace import Trace
-from harmony_lab.units import format_bytes, format_rate, format_seconds
+from harmony_lab.units import format_bytes, format_rate
 
 __all__ = ["links_svg", "loss_svg", "memory_svg", "swaps_svg", "timeline_svg"]
 
@@ -77,7 +77,7 @@ def timeline_svg(trace: Trace, *, until_s: float | None = None) -> str:
             parts.append(line(16, panel.top + _ROW * row, panel.right, panel.top + _ROW * row))
     path = critical_path(trace)
     parts += [*_bar_paths(bars, panel, unit.size), *_critical_path(path, trace, panel, every, unit.size)]
-    title = f"{str(trace.origin).capitalize()} iteration: {format_seconds(trace.makespan_s)}"
+    title = f"{str(trace.origin).capitalize()} iteration: {trace.took}"
     if path.ops:
         parts.append(text(panel.left, panel.bottom + 32, f"critical path: {path.words()}", size=11))
     return picture(panel.bottom + 44, title, str(trace), parts)

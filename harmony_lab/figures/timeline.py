@@ -14,7 +14,7 @@ from harmony_lab.figures.spec import ZOOMED, Spec, panel_axes, panel_domains, pa
 from harmony_lab.figures.theme import GRID_COLOUR, OP_COLOURS, label, looks
 from harmony_lab.program import OpKind
 from harmony_lab.trace import Trace
-from harmony_lab.units import format_bytes, format_seconds
+from harmony_lab.units import format_bytes
 
 __all__ = ["TIMELINE_LEFT", "compare_figure", "compare_spec", "timeline_figure", "timeline_spec", "timelines_spec"]
 
@@ -78,7 +78,7 @@ def timelines_spec(title: str, named: Sequence[tuple[str, Trace]]) -> Spec:
         if row < last:
             layout[f"xaxis{x[1:]}"] |= {"matches": panel_axes(last)[0], "showticklabels": False}
         layout["shapes"] += _edges(bars, row)
-        heading = f"{name}: {format_seconds(trace.makespan_s)}; critical path: {path.words()}"
+        heading = f"{name}: {trace.took}; critical path: {path.words()}"
         layout["annotations"].append(panel_title(heading, high, size=12))
         for drawing in (*_traces(bars, unit, row), *critical_line(path, trace, every, unit.size, row=row)):
             data.append(drawing | {"showlegend": drawing["name"] not in seen})
@@ -91,7 +91,7 @@ def _few(bars: Lanes, trace: Trace) -> Lanes:
 
 
 def _title(trace: Trace, path: CriticalPath) -> str:
-    title = f"{str(trace.origin).capitalize()} iteration: {format_seconds(trace.makespan_s)}"
+    title = f"{str(trace.origin).capitalize()} iteration: {trace.took}"
     return f"{title}<br><sup>critical path: {path.words()}</sup>" if path.ops else title
 
 

@@ -223,7 +223,8 @@ class _Magic:
     def _free(self, _: argparse.Namespace) -> Any:
         made = None if self._made is None else self._made()
         labs = {id(lab): lab for lab in (*self._views.open_labs(), made) if lab is not None and not lab.closed}
-        return free(labs.values(), self._trainers(), self._views.let_go)
+        trainers = [trainer for trainer in self._trainers() if not trainer.closed]
+        return free(labs.values(), trainers, self._views.let_go)
 
     def _trace(self, cell: str) -> Any:
         shell = self._ipython
@@ -255,7 +256,7 @@ class _Magic:
             raise UsageError("%harmony profile: give MODEL and BATCH, or neither to profile the Lab's model")
         if arguments.command == "lab" and given[1] is None:
             raise UsageError("%harmony lab: give MODEL and BATCH, or neither to show the Lab there is")
-        values = {name: self._value(value) for name, value in zip(names, given, strict=True) if value is not None}
+        values = {name: self._value(value, name) for name, value in zip(names, given, strict=True) if value is not None}
         if "model" in values:
             from torch.nn import Module
 
@@ -266,8 +267,12 @@ class _Magic:
                 )
         return list(values.values())
 
-    def _value(self, name: str) -> Any:
+    def _value(self, name: str, what: str) -> Any:
         namespace = self._ipython.user_ns
+        if not name.isidentifier():
+            raise UsageError(
+                f"%harmony: {name!r} is no name, and only names are taken: {what} = {name} in a cell first"
+            )
         if name not in namespace:
             raise UsageError(f"%harmony: there is no {name!r} in this notebook; define it in a cell first")
         return namespace[name]
@@ -292,7 +297,7 @@ class _Magic:
     def _chosen_loss(self, arguments: argparse.Namespace) -> Any:
         if not arguments.loss:
             return None
-        loss = self._value(arguments.loss)
+        loss = self._value(arguments.loss, "loss")
         if not callable(loss):
             raise UsageError(
                 f"%harmony {arguments.command}: {arguments.loss!r} is a {type(loss).__name__}; --loss is a function of "
@@ -304,7 +309,7 @@ class _Magic:
         if arguments.lab_name:
             from harmony_lab.lab import Lab
 
-            given = self._value(arguments.lab_name)
+            given = self._value(arguments.lab_name, "lab")
             if not isinstance(given, Lab):
                 raise UsageError(
                     f"%harmony {arguments.command}: {arguments.lab_name!r} is a {type(given).__name__}; --lab is a Lab"

@@ -31,8 +31,10 @@ from html import escape
 from typing import NamedTuple
 
 from harmony_lab.costs import Profile
+from harmony_lab.errors import HarmonyError
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.plan import Pack
+from harmony_lab.planner.asked import check_baselines
 from harmony_lab.planner.baseline_programs import (
     Iteration,
     Needs,
@@ -84,6 +86,26 @@ class Baseline:
     def fits(self) -> bool:
         return self.program is not None
 
+    def lower(self, minibatch_size: int) -> Program:
+        """For ``Runner``: the program, which is for one minibatch size.  Raises ``HarmonyError`` for others."""
+        return self._sized(self.program, minibatch_size)
+
+    @property
+    def lower_as(self) -> Mapping[Role, Callable[[int], Program]]:
+        """For ``Runner``: the same for ``several``."""
+        return {role: partial(self._sized, program) for role, program in self.several.items()}
+
+    def _sized(self, program: Program | None, minibatch_size: int) -> Program:
+        if program is None:
+            raise HarmonyError(f"{self.name} has no program here: {self.reason}")
+        if program.minibatch_size != minibatch_size:
+            raise HarmonyError(
+                f"this program of {self.name} is for minibatches of {program.minibatch_size}, got one of "
+                f"{minibatch_size}: ask for baselines(profile, machine, {minibatch_size}, ...), or leave such batches "
+                "out (DataLoader(..., drop_last=True))"
+            )
+        return program
+
     def __str__(self) -> str:
         if self.step_s is None or self.swap_bytes is None:
             return f"{self.name}: {self.reason}"
@@ -118,7 +140,7 @@ def baselines(
     machine: Machine | str,
     minibatch_size: int,
     *,
-    names: Iterable[str] = BASELINES,
+    names: Iterable[str] | str = BASELINES,
     runnable: bool = False,
     clipped: bool = False,
 ) -> tuple[Baseline, ...]:
@@ -126,8 +148,10 @@ def baselines(
 
     Where one does not fit, or is not possible, its ``reason`` says so.  ``runnable``: with programs for
     ``runtime.runner.Runner``, and what the simulator says of those (see the module's docstring).  ``clipped``: all
-    gradients are looked at before the first update, for their norm (the Runner's ``max_grad_norm``).
+    gradients are looked at before the first update, for their norm (the Runner's ``max_grad_norm``).  ``names``: some
+    of ``BASELINES``, or one.  Raises ``PlanError`` for others, and for a minibatch of no samples.
     """
+    names = check_baselines(minibatch_size, names, BASELINES)
     setting = _Setting(profile, Machine.of(machine), minibatch_size, runnable, clipped)
     return tuple(setting.baseline(name) for name in names)
 

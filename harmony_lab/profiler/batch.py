@@ -87,6 +87,11 @@ class BatchStructure:
         )
         self.example = tuple(tensor for _, tensor in found)
 
+    def describe(self) -> str:
+        """Its tensors in words."""
+        shapes = ("x".join(map(str, spec.shape)) or "a number" for spec in self.tensors)
+        return ", ".join(f"{spec.name}: {shape}" for spec, shape in zip(self.tensors, shapes, strict=True))
+
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """The batch again, of other tensors."""
         return self._tree.build(tensors)

@@ -82,9 +82,11 @@ def loss_of(output: Any) -> torch.Tensor:
                 )
             return candidate
     what = f"{output.ndim}-dimensional tensor" if isinstance(output, torch.Tensor) else type(output).__name__
+    each = isinstance(output, torch.Tensor) and output.ndim == 1
+    mean = 'if it is a loss for each sample, return the mean or sum (reduction="mean"); else ' if each else ""
     raise DecomposeError(
-        f"the model returned a {what} and no loss in it (a scalar tensor, or one under "
-        "'loss' or first): put labels into the example batch, or pass loss_fn= and a batch of (inputs, targets)"
+        f"the model returned a {what} and no loss in it (a scalar tensor, or one under 'loss' or first): {mean}"
+        "put labels into the example batch, or pass loss_fn= and a batch of (inputs, targets)"
     )
 
 
@@ -172,7 +174,8 @@ def _capture(model: nn.Module, structure: BatchStructure, loss_fn: Callable[...,
         except Exception as error:
             if isinstance(error, TypeError):
                 refuse_other_arguments(model, structure.rebuild(structure.example), loss_fn)
-            raise _fixed_samples(traced, leaves, samples, error) or not_exportable(model, error) from error
+            fixed = _fixed_samples(traced, leaves, samples, error)
+            raise fixed or not_exportable(model, structure.describe(), error) from error
     except BaseException as error:
         clear_frames(error)  # so that only what outlives the run still holds its tensors
         raise

@@ -1,7 +1,8 @@
 """decompose: a model and its loss as a sequence of layers that are pure functions."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from harmony_lab.errors import DecomposeError
+from harmony_lab.errors import DecomposeError, HarmonyError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.profiler.assembly import Assembly
 from harmony_lab.profiler.batch import BatchStructure
@@ -63,6 +64,11 @@ def decompose(
     """
     if loss_reduction not in (None, "mean", "sum"):
         raise DecomposeError(f'loss_reduction is {loss_reduction!r}, expected "mean" or "sum"')
+    if isinstance(loss_fn, type):
+        raise DecomposeError(
+            f"loss_fn is the class {loss_fn.__name__}, expected a function of (output, target): make an instance, "
+            f"{loss_fn.__name__}()"
+        )
     if loss_fn is not None and not (isinstance(example_batch, list | tuple) and len(example_batch) == 2):
         raise DecomposeError(
             f"with loss_fn a batch is (inputs, targets), but the example batch is a {type(example_batch).__name__}; "
@@ -100,21 +106,37 @@ def _layers_of(recipe: Recipe) -> LayerSequence:
     loss_fn, loss_reduction, cut = recipe.loss_fn, recipe.loss_reduction, recipe.cut
     if recipe.layers is not None:
         groups = [[module] for module in recipe.layers]
-        return _of_modules(model, groups, example_batch, structure, loss_fn, loss_reduction)
+        with _naming(structure):
+            return _of_modules(model, groups, example_batch, structure, loss_fn, loss_reduction)
     try:
         captured = capture(model, structure, loss_fn)
     except DecomposeError as error:
         if not isinstance(model, nn.Sequential) or loss_fn is None:
             raise
-        try:
-            return _of_modules(model, sequential_groups(model), example_batch, structure, loss_fn, loss_reduction)
-        except DecomposeError as second:
-            raise DecomposeError(f"{error}\nNor can it be run module by module: {second}") from error
+        with _naming(structure):
+            try:
+                return _of_modules(model, sequential_groups(model), example_batch, structure, loss_fn, loss_reduction)
+            except DecomposeError as second:
+                raise DecomposeError(f"{error}\nNor can it be run module by module: {second}") from error
     flow = analyze(captured, is_random)
     steps = [Step(tuple(module_path(node)), _parameters_read(flow, node)) for node in flow.trunk]
     segments = choose_segments(model, steps, partial(_crossing_bytes, flow), cut)
     assembly = Assembly(model, structure, flow, segments, _reduction(flow, loss_reduction))
     return _with_coupling(assembly, assembly.sequence(example_batch), declared=loss_reduction is not None)
+
+
+@contextmanager
+def _naming(structure: BatchStructure) -> Iterator[None]:
+    """The batch, where modules run on a few samples of it do not take it."""
+    try:
+        yield
+    except HarmonyError:
+        raise
+    except Exception as error:
+        raise DecomposeError(
+            f"the modules, or loss_fn, do not take this example batch ({structure.describe()}), of which a few samples "
+            f"were tried: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _reduction(flow: DataFlow, declared: str | None) -> LossReduction:

@@ -128,15 +128,21 @@ def refuse_shared_updates(layers: LayerSequence) -> None:
             )
 
 
+_TALKATIVE = {"fx.experimental.symbolic_shapes": logging.ERROR, "_subclasses.fake_tensor": logging.CRITICAL}
+
+
 @contextmanager
 def without_graph_dumps() -> Iterator[None]:
-    """Keep torch from logging and printing the whole graph so far where it meets a value that depends on the data.
+    """Keep torch from logging and printing the whole graph so far where it meets a value that depends on the data, and
+    its own calls where an operation does not take the shapes that it is given: the error says what is wrong.
 
     What else is written to stderr meanwhile is written at the end.
     """
-    log, heard, dump = logging.getLogger("torch.fx.experimental.symbolic_shapes"), io.StringIO(), ""
-    before = log.level
-    log.setLevel(max(before, logging.ERROR))
+    heard, dump = io.StringIO(), ""
+    logs = {logging.getLogger(f"torch.{name}"): level for name, level in _TALKATIVE.items()}
+    before = {log: log.level for log in logs}
+    for log, level in logs.items():
+        log.setLevel(max(log.level, level))
     try:
         with redirect_stderr(heard):
             yield
@@ -144,12 +150,16 @@ def without_graph_dumps() -> Iterator[None]:
         dump = f"{getattr(error, 'partial_fx_graph', '')}\n"
         raise
     finally:
-        log.setLevel(before)
+        for log, level in before.items():
+            log.setLevel(level)
         sys.stderr.write(heard.getvalue().replace(dump, "") if dump.strip() else heard.getvalue())
 
 
-def not_exportable(model: nn.Module, error: Exception) -> DecomposeError:
-    """The user's line, why it stops torch.export, and the cure; all that torch has to say is for the cause."""
+def not_exportable(model: nn.Module, given: str, error: Exception) -> DecomposeError:
+    """The user's line, why it stops torch.export, and the cure; all that torch has to say is for the cause.
+
+    ``given``: the batch, in words.
+    """
     torch_folder, ours = str(Path(torch.__file__).parent), str(Path(__file__).parent)
     frames = [
         frame
@@ -166,7 +176,9 @@ def not_exportable(model: nn.Module, error: Exception) -> DecomposeError:
     else:
         first = str(error).strip().split("\n\n")[0].splitlines()[:_MOST_REASON_LINES]
         reason = f"{type(error).__name__}: " + "\n  ".join(first)
-        cure = "Change that line, or pass"
+        cure = (
+            f"If the model does not take such batches ({given}), give one that it takes; else change that line, or pass"
+        )
     return DecomposeError(
         f"{type(model).__name__} cannot be captured as a graph{where}\n  {reason}\n{cure} layers=[...]: a list of "
         "modules that are run in sequence, which need no capture."

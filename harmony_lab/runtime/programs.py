@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from harmony_lab.errors import HarmonyError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.program import Program
 from harmony_lab.roles import Role
@@ -27,6 +28,11 @@ class Programs:
         program = self._made.get((role, minibatch_size))
         if program is None:
             program = self._lower_as.get(role, self._lower)(minibatch_size)
+            if program.minibatch_size != minibatch_size:
+                raise HarmonyError(
+                    f"this batch has {minibatch_size} samples, the program for it is for minibatches of "
+                    f"{program.minibatch_size}: give a lower(minibatch_size) that makes one for each size"
+                )
             check_buffers(program, self._layers)
             self._made[role, minibatch_size] = program
         return program

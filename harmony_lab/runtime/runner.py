@@ -296,6 +296,10 @@ class Runner:
         here = [size for at, size in kept.items() if at == HOST or backend.torch_device(at).type == "cpu"]
         return sum(here) + self._training.memory.memory.left_bytes
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Make the updates that were left, join the threads, bring the optimizer's state to the host and give the
         parameters storage of their own again; may be called again."""

@@ -1,5 +1,7 @@
 """Timelines show the trace's numbers, also where bars are merged."""
 
+from dataclasses import replace
+
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -50,6 +52,13 @@ def test_a_send_is_drawn_while_its_receiver_copies() -> None:
     rows = figure.layout.yaxis.ticktext
     assert [rows[int(row)] for row in send.y] == ["emu0 · peer out", "emu1 · peer out"]
     assert send.hovertext == ("samples [0:2): 512 KiB", "samples [0:2): 256 KiB")
+
+
+def test_the_title_says_where_time_is_virtual() -> None:
+    trace = pipeline_trace()
+    virtual = replace(trace, machine=replace(trace.machine, virtual_time=True))
+    assert f"{trace.took} in virtual time" in timeline_figure(virtual).layout.title.text
+    assert "virtual" not in timeline_figure(trace).layout.title.text
 
 
 def test_frees_are_not_drawn() -> None:

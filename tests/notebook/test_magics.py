@@ -93,6 +93,10 @@ def test_lab_and_profile_of_named_things(shell, lab, batches):
         ("fly", "invalid choice: 'fly'"),
         ("plan", "there is no open Lab"),
         ("launch nowhere", "there is no 'nowhere' in this notebook"),
+        (
+            "profile net first[0]",
+            r"'first\[0\]' is no name, and only names are taken: batch = first\[0\] in a cell first",
+        ),
         ("profile net", "give MODEL and BATCH"),
         ("stop --steps 3", "unrecognized arguments"),
         ("launch loader --steps many", "a whole number of at least 1 was expected, got 'many'"),
@@ -270,6 +274,7 @@ def test_free_closes_labs_and_trainers_and_says_so(shell, lab, batches):
     shell.user_ns.update(lab=lab, kept=[trainer])
     freed = harmony(shell, "free")
     assert repr(freed) == "closed 1 Lab and 1 Trainer"
+    assert repr(harmony(shell, "free")) == "closed 0 Labs and 0 Trainers"
     assert lab.closed
     assert not run.active
     with pytest.raises(hl.HarmonyError):

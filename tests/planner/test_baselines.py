@@ -9,6 +9,7 @@ import pytest
 import toy_profiles as toys
 
 from harmony_lab.costs import Profile
+from harmony_lab.errors import PlanError
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.planner import paging
 from harmony_lab.planner.baseline_programs import Iteration, Needs, in_memory_program, paged_program, pipeline_units
@@ -344,3 +345,15 @@ def test_a_construction_that_is_full_says_so() -> None:
         op = emit(c, FORWARD, 0, 0, 0, 1, 0, 0)
     assert c.counts[STATUS] == FULL
     assert len(columns(c)[1].kind) < 3
+
+
+def test_unknown_names_and_minibatches_of_nothing_are_refused() -> None:
+    profile, machine = toys.profile(3), toys.gpus(1, memory_bytes=10**8)
+    (found,) = baselines(profile, machine, 8, names="dp, in memory")
+    assert found.name == "dp, in memory"
+    with pytest.raises(
+        PlanError, match=r"minibatch_size must be .* at least 1, got 0(?s:.*)'pp, in memory'\], got 'foo'"
+    ):
+        baselines(profile, machine, 0, names=["dp, paged", "foo"])
+    with pytest.raises(PlanError, match="got 'dp, paged, pp gpipe, paged'"):
+        baselines(profile, machine, 8, names="dp, paged, pp gpipe, paged")

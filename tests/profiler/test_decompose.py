@@ -623,6 +623,7 @@ def test_model_that_cannot_be_captured_names_the_line_and_the_cure(capfd: pytest
         (mlp_batch(4), None, r"Linear.forward takes \(input\) and is given 2 in their order: too many.*pass loss_fn="),
         ({"input": mlp_batch(4)[0], "y": mlp_batch(4)[1]}, None, r"given input, y by name: got an unexpected.*'y'"),
         ((mlp_batch(4), mlp_batch(4)[1]), functional.cross_entropy, r"is given 2 in their order.*give the inputs"),
+        (mlp_batch(4), nn.CrossEntropyLoss, r"loss_fn is the class CrossEntropyLoss, .* make an instance, Cross.*\(\)"),
         (mlp_batch(4), lambda output: output.mean(), r"loss_fn takes \(output\).*is called with \(output, targets\)"),
     ],
 )

@@ -137,3 +137,38 @@ def _in_microbatches(layers: LayerSequence, whole: dict[str, Tensor], edges: lis
         weights.append(layers.loss_weight(part))
     total = sum(weights) if layers.loss_reduction == "mean" else 1.0
     return torch.stack([loss * weight / total for loss, weight in zip(losses, weights, strict=True)]).sum()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "loss_fn", "said"),
+    [
+        ((16, 9), (16, 4), nn.MSELoss(), "(inputs: 16x9, targets: 16x4)"),
+        ((16, 8), (9, 4), nn.MSELoss(), "(inputs: 16x8, targets: 9x4)"),
+        ((16, 8), (16, 4), lambda output, targets: (output - targets).square().mean(1), "return the mean or sum"),
+    ],
+)
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_batch_that_the_model_or_the_loss_does_not_take_is_named(
+    inputs: tuple[int, ...],
+    targets: tuple[int, ...],
+    loss_fn: Callable[..., Tensor],
+    said: str,
+    captured: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    with pytest.raises(DecomposeError) as refused:
+        decompose(_Wrapped(model) if captured else model, (torch.zeros(inputs), torch.zeros(targets)), loss_fn)
+    assert said in str(refused.value)
+    shown = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert not shown, "torch shows a hundred lines of its own calls"
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.model(x)
+        return output

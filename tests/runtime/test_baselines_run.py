@@ -13,7 +13,7 @@ from plain_training import breaking
 from torch import nn
 
 from harmony_lab.costs import Profile
-from harmony_lab.errors import ProgramError, TrainingError
+from harmony_lab.errors import HarmonyError, ProgramError, TrainingError
 from harmony_lab.layers import LayerSequence
 from harmony_lab.machine import HOST, Machine
 from harmony_lab.planner.baseline_programs import Iteration, Needs, pipeline_units, runnable_program
@@ -345,11 +345,8 @@ def test_every_baseline_runs_as_the_simulator_says() -> None:
     for step, minibatches in enumerate((batches[:1], batches, batches[1:])):
         expected.append(plain.step(step, *minibatches, max_norm=0.05))
     for baseline in found:
-        assert baseline.program is not None
-        several = {role: {MINIBATCH: program}.__getitem__ for role, program in baseline.several.items()}
-        options: dict[str, Any] = {"lower_as": several, "max_grad_norm": 0.05, "interleaves": True}
-        program = baseline.program
-        with Runner(layers, adam(layers.model), devices, {MINIBATCH: program}.__getitem__, **options) as runner:
+        options: dict[str, Any] = {"lower_as": baseline.lower_as, "max_grad_norm": 0.05, "interleaves": True}
+        with Runner(layers, adam(layers.model), devices, baseline.lower, **options) as runner:
             losses = [runner.accumulate(batches[:1]), runner.accumulate(batches), runner.accumulate(batches[1:])]
             measured = runner.last_trace
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -363,10 +360,8 @@ def test_every_baseline_runs_as_the_simulator_says() -> None:
 def test_iterations_in_the_middle_of_training_are_refused() -> None:
     (layers, costs), devices = subject("gpt2"), machine(1, "1MiB")
     (found,) = baselines(costs, devices, MINIBATCH, names=["dp, paged"])
-    assert found.program is not None
-    program = found.program
     with (
-        Runner(layers, adam(layers.model), devices, lambda size: program) as runner,
+        Runner(layers, adam(layers.model), devices, found.lower) as runner,
         pytest.raises(ProgramError, match=r"simulated, not run.*baselines\(\.\.\., runnable=True\)"),
     ):
         runner.step(batch_of("gpt2", 0))
@@ -376,6 +371,22 @@ def test_iterations_in_the_middle_of_training_are_refused() -> None:
     shadowed = replace(costs, precision=Precision.BF16, master_bytes=1)
     (found,) = baselines(shadowed, devices, MINIBATCH, names=["dp, paged"], runnable=True)
     assert "bf16 copies of masters on the host: to run it profile in fp32" in found.reason
+    with pytest.raises(HarmonyError, match=r"dp, paged has no program here: devices update"):
+        found.lower(MINIBATCH)
+
+
+def test_minibatches_of_other_sizes_than_a_program_is_for_are_refused() -> None:
+    (layers, costs), devices = subject("gpt2"), machine(1, "1MiB")
+    (found,) = baselines(costs, devices, MINIBATCH, names="dp, paged", runnable=True)
+    for lower, said in (
+        (found.lower, rf"dp, paged is for minibatches of {MINIBATCH}, got one of {MINIBATCH - 1}"),
+        (lambda size: found.lower(MINIBATCH), rf"has {MINIBATCH - 1} samples, .* minibatches of {MINIBATCH}: give a"),
+    ):
+        with (
+            Runner(layers, adam(layers.model), devices, lower, lower_as=found.lower_as) as runner,
+            pytest.raises(HarmonyError, match=said),
+        ):
+            runner.step(models.gpt2_batch(MINIBATCH - 1, length=4))
 
 
 def test_a_step_that_fails_between_swaps_leaves_nothing_behind() -> None:
@@ -415,10 +426,9 @@ def test_an_optimizer_that_was_not_profiled_is_refused() -> None:
     layers, costs = subject("gpt2")
     stateless = replace(costs, layers=tuple(replace(layer, optimizer_state_bytes=0) for layer in costs.layers))
     (found,) = baselines(stateless, machine(2), MINIBATCH, names=["dp, in memory"], runnable=True)
-    assert found.program is not None
-    program, start = found.program, copy.deepcopy(layers.model.state_dict())
+    start = copy.deepcopy(layers.model.state_dict())
     with (
-        Runner(layers, adam(layers.model), machine(2), lambda size: program, interleaves=True) as runner,
+        Runner(layers, adam(layers.model), machine(2), found.lower, interleaves=True) as runner,
         pytest.raises(TrainingError, match="profile with the optimizer that you train with"),
     ):
         runner.step(batch_of("gpt2", 0))
