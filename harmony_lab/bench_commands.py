@@ -195,8 +195,12 @@ def _bench_prediction(options: argparse.Namespace, console: Console) -> int:
         link, swapped = format_rate(row["link_bytes_per_s"]), format_bytes(row["swap_bytes_measured"])
         table.add_row(row["model"], row["plan"][:2], link, *seconds, f"{row['error']:.1%}", swapped)
     console.print(table)
-    console.print(f"median error {found['median_error']:.1%}, worst {found['worst_error']:.1%}")
-    console.print(f"streams: {found['median_stream_error']:.1%}, {found['worst_stream_error']:.1%}")
+    for time, prefix in (("real", ""), ("virtual", "virtual_")):
+        of_steps, of_streams = (
+            f"median {found[f'{prefix}median_{what}']:.1%}, worst {found[f'{prefix}worst_{what}']:.1%}"
+            for what in ("error", "stream_error")
+        )
+        console.print(f"errors in {time} time: {of_steps}; of streams: {of_streams}")
     if options.json:
         to_json(found, options.json)
     return 0

@@ -81,10 +81,8 @@ class Block(NamedTuple):
     num_bytes: int
 
     def __str__(self) -> str:
-        where = "host" if self.device == HOST else f"d{self.device}"
         layers = f"@{self.layers[0]}" if self.layers[0] == self.layers[1] else f"[{self.layers[0]}:{self.layers[1]}]"
-        samples = "" if self.samples == (0, 0) else f" samples {self.samples[0]}:{self.samples[1]}"
-        return f"{self.kind}{layers}{samples} on {where}"
+        return f"{self.kind}{layers}{_of_samples(self.samples)} on {_place(self.device)}"
 
 
 class Op(NamedTuple):
@@ -101,9 +99,16 @@ class Op(NamedTuple):
     after: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        where = "host" if self.device == HOST else f"d{self.device}"
-        samples = "" if self.samples == (0, 0) else f" samples {self.samples[0]}:{self.samples[1]}"
-        return f"{self.kind} [{self.layers[0]}:{self.layers[1]}]{samples} on {where}.{self.stream}"
+        layers = f"[{self.layers[0]}:{self.layers[1]}]"
+        return f"{self.kind} {layers}{_of_samples(self.samples)} on {_place(self.device)}.{self.stream}"
+
+
+def _place(device: int) -> str:
+    return "host" if device == HOST else f"d{device}"
+
+
+def _of_samples(samples: tuple[int, int]) -> str:
+    return "" if samples == (0, 0) else f" samples {samples[0]}:{samples[1]}"
 
 
 class Transfer(NamedTuple):

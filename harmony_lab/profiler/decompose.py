@@ -62,18 +62,7 @@ def decompose(
     The model is not changed.  Raises ``DecomposeError``, which names the operation and the source line and says what
     to do.
     """
-    if loss_reduction not in (None, "mean", "sum"):
-        raise DecomposeError(f'loss_reduction is {loss_reduction!r}, expected "mean" or "sum"')
-    if isinstance(loss_fn, type):
-        raise DecomposeError(
-            f"loss_fn is the class {loss_fn.__name__}, expected a function of (output, target): make an instance, "
-            f"{loss_fn.__name__}()"
-        )
-    if loss_fn is not None and not (isinstance(example_batch, list | tuple) and len(example_batch) == 2):
-        raise DecomposeError(
-            f"with loss_fn a batch is (inputs, targets), but the example batch is a {type(example_batch).__name__}; "
-            "put the inputs of the model and the targets of the loss into a pair"
-        )
+    _check_arguments(example_batch, loss_fn, loss_reduction)
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps, so that names are the plain model's
     refuse_gradient_hooks(model)
     if loss_fn is None and isinstance(model, nn.Sequential):
@@ -94,6 +83,21 @@ def decompose(
             loss_reduction=loss_reduction,
         )
     )
+
+
+def _check_arguments(example_batch: Any, loss_fn: Callable[..., Any] | None, loss_reduction: str | None) -> None:
+    if loss_reduction not in (None, "mean", "sum"):
+        raise DecomposeError(f'loss_reduction is {loss_reduction!r}, expected "mean" or "sum"')
+    if isinstance(loss_fn, type):
+        raise DecomposeError(
+            f"loss_fn is the class {loss_fn.__name__}, expected a function of (output, target): make an instance, "
+            f"{loss_fn.__name__}()"
+        )
+    if loss_fn is not None and not (isinstance(example_batch, list | tuple) and len(example_batch) == 2):
+        raise DecomposeError(
+            f"with loss_fn a batch is (inputs, targets), but the example batch is a {type(example_batch).__name__}; "
+            "put the inputs of the model and the targets of the loss into a pair"
+        )
 
 
 def layers_of(recipe: Recipe) -> LayerSequence:
